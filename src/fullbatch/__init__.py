@@ -1,0 +1,36 @@
+"""Train at the batch that the task needs, on the memory that there is, with the gradient of the whole batch."""
+
+from fullbatch._errors import (
+    BatchError,
+    BudgetError,
+    CaptureError,
+    Fault,
+    FullbatchError,
+    LossError,
+    MeasureError,
+    MemorySizeError,
+    ModelError,
+    VerifyError,
+)
+from fullbatch._memory._measure import Measurement, measure
+from fullbatch._plan._plan import Plan
+from fullbatch._step import Step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchError",
+    "BudgetError",
+    "CaptureError",
+    "Fault",
+    "FullbatchError",
+    "LossError",
+    "MeasureError",
+    "Measurement",
+    "MemorySizeError",
+    "ModelError",
+    "Plan",
+    "Step",
+    "VerifyError",
+    "measure",
+]

@@ -1,0 +1,486 @@
+"""Placements flow through the captured graph, and a program of tasks comes out.
+
+In one pass over the graph each operator asks its rule how it runs for one microbatch. Where the rule knows, slices
+flow on; where it does not, its operands are gathered, it runs once on the whole batch, and its result is cut again
+as soon as that pays. Cutting a whole value is always right, whatever the cut means, so a rule that says no costs
+memory and never correctness.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fullbatch import _torch
+from fullbatch._axis import _expand
+from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy
+from fullbatch._axis._origin import Origins
+from fullbatch._axis._rules import RULES
+from fullbatch._axis._rules._pointwise import is_pointwise, pointwise
+from fullbatch._errors import CaptureError
+from fullbatch._ir import (
+    FullBatchNode,
+    Kernel,
+    Kind,
+    Layout,
+    Origin,
+    Program,
+    Reduction,
+    Ref,
+    Task,
+    Value,
+    prune,
+)
+
+aten = torch.ops.aten
+
+# Below this many bytes a value that was computed on the whole batch stays whole: cutting it again would buy
+# nothing and may cost a barrier further on.
+RESLICE_ABOVE = 256 * 1024
+
+_VIEWS = {
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice",
+    "select", "split", "split_with_sizes", "unbind", "chunk", "diagonal", "view_as_real", "view_as_complex", "unfold",
+    "_reshape_alias", "as_strided", "real", "imag", "_conj", "_neg_view", "numpy_T", "swapaxes",
+}  # fmt: skip
+_CREATIONS = {"aten.rand", "aten.randn", "aten.randint", "aten.randperm", "aten.arange", "aten.expand", "aten.repeat"}
+
+
+class Builder:
+    """Holds the program while it is built. Rules and expansions add to it through the methods below."""
+
+    def __init__(self, batch: int, reslice_above: int = RESLICE_ABOVE) -> None:
+        self.batch = batch
+        self.values: list[Value] = []
+        self.tasks: list[Task] = []
+        self.full_batch: list[FullBatchNode] = []
+        self.coupled: list[tuple[int, str]] = []
+        self.memory: dict[Any, Any] = {}  # what an expansion of a forward leaves for its backward
+        self._reslice_above = reslice_above
+        self._of: dict[fx.Node, int] = {}
+        self._many: dict[fx.Node, list[int | None]] = {}
+        self._whole: dict[int, int] = {}
+        self._sliced: dict[tuple[int, Layout], int] = {}
+        self._soft: dict[int, Layout] = {}
+        self._fills: dict[int, tuple[tuple[int, ...], Kernel]] = {}
+        self._fill_value: dict[int, float] = {}
+        self._iota: set[int] = set()
+        self._boolean: set[int] = set()
+        self.origin = Origin()
+
+    # ---- values and conversions
+
+    def value(self, like: torch.Tensor, layout: Layout | None = None, partial: bool = False, name: str = "") -> int:
+        """A new value with the metadata of `like` (whole batch)."""
+        ident = len(self.values)
+        item = Value(ident, name or f"v{ident}", tuple(like.shape), like.element_size(), layout, partial)
+        self.values.append(item)
+        if like.dtype == torch.bool:
+            self._boolean.add(ident)
+        return ident
+
+    def emit(
+        self,
+        kind: Kind,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        inputs: Sequence[int],
+        outputs: Sequence[int | None],
+        kwargs: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> Task:
+        """Adds a task with this kernel; `fields` are further fields of Task."""
+        kernel = Kernel(fn, tuple(args), dict(kwargs or {}))
+        return self._add(kind, tuple(inputs), tuple(outputs), kernel=kernel, **fields)
+
+    def _add(self, kind: Kind, inputs: tuple[int, ...], outputs: tuple[int | None, ...], **fields: Any) -> Task:
+        task = Task(len(self.tasks), kind, inputs, outputs, self.origin, **fields)
+        self.tasks.append(task)
+        return task
+
+    def reduce(self, value: int, like: torch.Tensor, how: Partial, why: str = "") -> int:
+        """The whole value of a summand."""
+        out = self.value(like)
+        task = self._add(Kind.REDUCE, (value,), (out,), reduction=how.reduction, count=how.count)
+        self.coupled.append((task.id, why or f"a sum over the batch in {self.origin.op}"))
+        return out
+
+    def whole(self, value: int, why: str = "") -> int:
+        """`value` for the whole batch: itself, or gathered."""
+        item = self.values[value]
+        if item.layout is None:
+            return value
+        if value not in self._whole:
+            out = self._copy_value(item, None)
+            task = self._add(Kind.GATHER, (value,), (out,), layout=item.layout)
+            self.coupled.append((task.id, why or f"{self.origin.op} reads the whole batch"))
+            self._whole[value] = out
+            self._soft[out] = item.layout
+        return self._whole[value]
+
+    def slice(self, value: int, layout: Layout) -> int:
+        """`value` as each microbatch's slice by `layout`."""
+        item = self.values[value]
+        if item.layout == layout:
+            return value
+        if item.layout is not None:
+            value = self.whole(value, f"{self.origin.op} cuts the batch another way")
+        key = (value, layout)
+        if key not in self._sliced:
+            out = self._copy_value(item, layout)
+            if value in self._fills:
+                shape, kernel = self._fills[value]
+                from fullbatch._axis._node import scaled_shape
+
+                local = Kernel(kernel.fn, (scaled_shape(shape, layout), *kernel.args[1:]), kernel.kwargs)
+                self._add(Kind.LOCAL, (), (out,), kernel=local)
+            else:
+                self._add(Kind.SLICE, (value,), (out,), layout=layout, view=layout.outer == 1)
+            self._sliced[key] = out
+            for flags in (self._iota, self._boolean):
+                if value in flags:
+                    flags.add(out)
+            if value in self._fill_value:
+                self._fill_value[out] = self._fill_value[value]
+        return self._sliced[key]
+
+    def _copy_value(self, item: Value, layout: Layout | None) -> int:
+        ident = len(self.values)
+        self.values.append(Value(ident, item.name, item.shape, item.itemsize, layout))
+        if item.id in self._boolean:
+            self._boolean.add(ident)
+        return ident
+
+    # ---- nodes
+
+    def input(self, node: fx.Node, layout: Layout | None) -> int:
+        """A graph input, whole; with `layout`, operators see it cut that way."""
+        whole = self.value(node.meta["val"], name=node.name)
+        self._of[node] = whole if layout is None else self.slice(whole, layout)
+        return whole
+
+    def constant(self, node: fx.Node, tensor: Any) -> None:
+        """A tensor that the graph carries."""
+        if not isinstance(tensor, torch.Tensor):
+            raise CaptureError.of(
+                f"The step holds a nested program ({node.target}) that is not supported.",
+                expected="tensor operations",
+                next="replace torch.cond / while_loop by torch.where",
+            )
+        out = self.value(tensor, name=str(node.target))
+        self.emit(Kind.ONCE, lambda: tensor, (), (), (out,))
+        self._of[node] = out
+
+    def of(self, node: fx.Node) -> int:
+        """The value that stands for `node`."""
+        return self._of[node]
+
+    def assign(self, node: fx.Node, outputs: Sequence[int | None]) -> None:
+        """The values that stand for the outputs of `node`."""
+        if isinstance(node.meta["val"], (list, tuple)):
+            self._many[node] = list(outputs)
+        else:
+            assert outputs[0] is not None
+            self._of[node] = outputs[0]
+
+    def node(self, node: fx.Node, origin: Origin) -> None:
+        """Adds the tasks of one operator of the graph."""
+        self.origin = origin
+        if node.target is operator.getitem:
+            chosen = self._many[node.args[0]][node.args[1]]  # type: ignore[index]
+            if chosen is not None:
+                self._of[node] = chosen
+            return
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise CaptureError.of(
+                f"The step contains {node.target}, which is no tensor operator.", got=str(origin),
+                expected="ATen operators", next="move it out of loss_fn",
+            )  # fmt: skip
+        if node.target is aten.full.default:
+            self._fill(node)
+            return
+        view = self._view(node, soft=False)
+        if view.sharded():
+            if _expand.expand(self, node, view):
+                return
+            strategy = self._strategy(node, view)
+            if strategy is not None:
+                self._local(node, view, strategy)
+                return
+        elif self._resliced(node):
+            return
+        self._once(node, view)
+
+    def _fill(self, node: fx.Node) -> None:
+        shape, value = node.args[0], node.args[1]
+        out = self.value(node.meta["val"], name=node.name)
+        task = self.emit(Kind.ONCE, _filled, (list(shape), value), (), (out,), node.kwargs)  # type: ignore[arg-type]
+        assert task.kernel is not None
+        self._fills[out] = (tuple(shape), task.kernel)  # type: ignore[arg-type]
+        self._fill_value[out] = float(value) if isinstance(value, (int, float)) else float("nan")
+        self._of[node] = out
+
+    def _view(self, node: fx.Node, soft: bool) -> NodeView:
+        operands: list[Operand] = []
+
+        def convert(arg: Any) -> Any:
+            if isinstance(arg, fx.Node):
+                operands.append(self._operand(arg, len(operands), soft))
+                return operands[-1]
+            if isinstance(arg, (list, tuple)):
+                return [convert(item) for item in arg]
+            return arg
+
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        args = {argument.name: convert(value) for argument, value in zip(schema, node.args, strict=False)}
+        args |= {name: convert(value) for name, value in node.kwargs.items()}
+        out = node.meta["val"]
+        outputs = tuple(
+            tuple(item.shape) if isinstance(item, torch.Tensor) else None
+            for item in (out if isinstance(out, (list, tuple)) else [out])
+        )
+        return NodeView(str(node.target), args, tuple(operands), outputs, self.batch)
+
+    def _operand(self, node: fx.Node, index: int, soft: bool) -> Operand:
+        value = self._of[node]
+        item = self.values[value]
+        layout = item.layout if not soft else item.layout or self._soft.get(value)
+        return Operand(
+            index, node, item.shape, layout, self._fill_value.get(value), value in self._iota, value in self._boolean
+        )
+
+    def _strategy(self, node: fx.Node, view: NodeView) -> Strategy | None:
+        found = RULES.find(view.name)
+        if found is None and is_pointwise(node.target):
+            found = pointwise
+        return None if found is None else found(view)
+
+    # ---- ways to run
+
+    def _local(self, node: fx.Node, view: NodeView, strategy: Strategy) -> None:
+        ids = []
+        for operand in view.operands:
+            value = self._of[operand.node]
+            if operand.index in strategy.need:
+                ids.append(self.slice(value, strategy.need[operand.index]))
+            else:
+                if self.values[value].layout is not None:
+                    self.full_batch.append(
+                        FullBatchNode("one operand is read whole", self.origin, self._nbytes(value))
+                    )
+                ids.append(self.whole(value))
+        metas = _metas(node)
+        outputs: list[int | None] = []
+        standing: list[int | None] = []
+        pending: list[tuple[int, int, Partial]] = []
+        used = _used_outputs(node, len(metas))
+        for position, (meta, placed) in enumerate(zip(metas, strategy.out, strict=True)):
+            out, stands = self._output(meta, placed, position in used, pending, position)
+            outputs.append(out)
+            standing.append(stands)
+        args, kwargs = _template(node, view, strategy.patch)
+        self.emit(
+            Kind.LOCAL, strategy.fn or node.target, args, ids, outputs, kwargs,  # type: ignore[arg-type]
+            **_fields(node, used_fn=strategy.fn),
+        )  # fmt: skip
+        for position, value, how in pending:
+            standing[position] = self.reduce(value, metas[position], how)
+        self._mark(node, view, standing)
+        self.assign(node, standing)
+
+    def _output(
+        self, meta: Any, placed: Placed, used: bool, pending: list[tuple[int, int, Partial]], position: int
+    ) -> tuple[int | None, int | None]:
+        if not used or not isinstance(meta, torch.Tensor):
+            return None, None
+        if isinstance(placed, Layout):
+            value = self.value(meta, placed)
+            return value, value
+        if isinstance(placed, Partial):
+            value = self.value(meta, partial=True)
+            pending.append((position, value, placed))
+            return value, value
+        # An output that holds nothing for a microbatch (an empty tensor of statistics that are not kept).
+        empty = self.value(meta)
+        self.emit(Kind.ONCE, _filled, (list(meta.shape), 0), (), (empty,), {"dtype": meta.dtype, "device": meta.device})
+        return None, empty
+
+    def _once(self, node: fx.Node, view: NodeView) -> None:
+        coupled = view.sharded()
+        ids = [self.whole(self._of[operand.node]) for operand in view.operands]
+        metas = _metas(node)
+        used = _used_outputs(node, len(metas))
+        outputs = [
+            self.value(meta) if isinstance(meta, torch.Tensor) and position in used else None
+            for position, meta in enumerate(metas)
+        ]
+        args, kwargs = _template(node, view, {})
+        self.emit(Kind.ONCE, node.target, args, ids, outputs, kwargs, **_fields(node))  # type: ignore[arg-type]
+        if coupled:
+            why = "couples the samples" if RULES.find(view.name) or is_pointwise(node.target) else "no rule knows it"
+            size = sum(self._nbytes(out) for out in outputs if out is not None)
+            self.full_batch.append(FullBatchNode(why, self.origin, size))
+        self._soften(node, view, outputs)
+        self._mark(node, view, outputs)
+        self.assign(node, outputs)
+
+    def _resliced(self, node: fx.Node) -> bool:
+        """Runs `node` by microbatches although its operands are whole, where its values are worth it."""
+        view = self._view(node, soft=True)
+        if not view.sharded():
+            return False
+        sizes = [self._nbytes(self._of[operand.node]) for operand in view.sharded()]
+        sizes += [meta.numel() * meta.element_size() for meta in _metas(node) if isinstance(meta, torch.Tensor)]
+        if max(sizes) <= self._reslice_above:
+            return False
+        strategy = self._strategy(node, view)
+        if strategy is None:
+            return False
+        if any(op.index not in strategy.need for op in view.sharded()):
+            return False
+        self._local(node, view, strategy)
+        return True
+
+    def _soften(self, node: fx.Node, view: NodeView, outputs: Sequence[int | None]) -> None:
+        """Remembers how whole outputs would be cut: as a rule says, else where an operand's extent returns."""
+        soft = self._view(node, soft=True)
+        strategy = self._strategy(node, soft) if soft.sharded() else None
+        for position, value in enumerate(outputs):
+            if value is None:
+                continue
+            placed = strategy.out[position] if strategy is not None else None
+            if isinstance(placed, Layout):
+                self._soft[value] = placed
+            elif strategy is None:
+                found = self._by_extent(soft, self.values[value].shape)
+                if found is not None:
+                    self._soft[value] = found
+        name = view.name.rsplit(".", 1)[0]
+        first = outputs[0]
+        if name in _CREATIONS and first is not None and first not in self._soft:
+            shape = self.values[first].shape
+            if shape and shape[0] == self.batch and self.batch > 1:
+                self._soft[first] = Layout(0)
+
+    def _by_extent(self, view: NodeView, shape: tuple[int, ...]) -> Layout | None:
+        for operand in view.sharded():
+            assert operand.layout is not None
+            extent = operand.shape[operand.layout.dim]
+            if operand.layout.dim < len(shape) and shape[operand.layout.dim] == extent:
+                return operand.layout
+            if extent in shape:
+                return operand.layout.at(shape.index(extent))
+        return None
+
+    def _mark(self, node: fx.Node, view: NodeView, outputs: Sequence[int | None]) -> None:
+        """Keeps track of `arange(batch)` through what only moves it."""
+        first = outputs[0]
+        if first is None:
+            return
+        name = view.name.rsplit(".", 1)[0]
+        if name == "aten.arange":
+            start, end, step = view.args.get("start", 0), view.args.get("end"), view.args.get("step", 1)
+            if start == 0 and step == 1 and end == self.batch:
+                self._iota.add(first)
+        elif name in ("aten.unsqueeze", "aten.view", "aten._to_copy", "aten.expand", "aten.reshape"):
+            source = self._of[view.operands[0].node]
+            dims = [size for size in self.values[first].shape if size != 1]
+            if source in self._iota and dims == [self.batch]:
+                self._iota.add(first)
+
+    def _nbytes(self, value: int) -> int:
+        return self.values[value].nbytes(None, self.batch)
+
+
+def _filled(size: list[int], value: Any, **kwargs: Any) -> torch.Tensor:
+    """A constant as one element seen many times: reading it costs no memory."""
+    kwargs.pop("pin_memory", None)
+    if 0 in size:
+        return torch.full(size, value, **kwargs)
+    return torch.full([1] * len(size), value, **kwargs).expand(size)
+
+
+def _metas(node: fx.Node) -> list[Any]:
+    out = node.meta["val"]
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+def _used_outputs(node: fx.Node, count: int) -> set[int]:
+    if not isinstance(node.meta["val"], (list, tuple)):
+        return {0}
+    return {int(user.args[1]) for user in node.users if user.target is operator.getitem and user.users}
+
+
+def _template(node: fx.Node, view: NodeView, patch: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, Operand):
+            return Ref(arg.index)
+        if isinstance(arg, (list, tuple)):
+            return [convert(item) for item in arg]
+        return arg
+
+    merged = {**view.args, **patch}
+    positional, keyword = [], {}
+    for argument in node.target._schema.arguments:  # type: ignore[union-attr]
+        if argument.name not in merged:
+            if not argument.kwarg_only and any(a.name in merged for a in _after(node, argument.name)):
+                positional.append(argument.default_value)
+            continue
+        value = convert(merged[argument.name])
+        if argument.kwarg_only:
+            keyword[argument.name] = value
+        else:
+            positional.append(value)
+    return positional, keyword
+
+
+def _after(node: fx.Node, name: str) -> list[Any]:
+    arguments = [argument for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
+    position = [argument.name for argument in arguments].index(name)
+    return arguments[position + 1 :]
+
+
+def _fields(node: fx.Node, used_fn: Any = None) -> dict[str, Any]:
+    target = node.target
+    args, kwargs = _torch.tree_map(lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, (node.args, node.kwargs))
+    packet = str(target).split(".")[1]
+    return {
+        "single": not isinstance(node.meta["val"], (list, tuple)),
+        "random": torch.Tag.nondeterministic_seeded in target.tags,  # type: ignore[union-attr]
+        "view": packet in _VIEWS,
+        "flops": _torch.flops_of(target, args, kwargs, node.meta["val"]),
+    }
+
+
+def build(joint: Any, layouts: dict[int, Layout], batch: int, reslice_above: int = RESLICE_ABOVE) -> Program:
+    """The program of a captured step. `layouts` says which inputs, by position, carry the batch and where."""
+    builder = Builder(batch, reslice_above)
+    origins = Origins(joint.graph)
+    inputs: dict[int, int] = {}
+    for node in joint.graph.nodes:
+        if node.op == "placeholder" and node in joint.placeholders:
+            position = joint.placeholders[node]
+            inputs[position] = builder.input(node, layouts.get(position))
+        elif node.op == "get_attr":
+            builder.constant(node, getattr(joint.module, str(node.target)))
+        elif node.op == "call_function":
+            builder.node(node, origins.of(node))
+    wanted = [node for node in _results(joint) if isinstance(node, fx.Node)]
+    builder.origin = Origin("output")
+    outputs = [builder.whole(builder.of(node), "returned for the whole batch") for node in wanted]
+    tasks = prune(builder.tasks, outputs)
+    alive = {task.id for task in tasks}
+    coupled = [(task, why) for task, why in builder.coupled if task in alive]
+    joint.values = {node: value for node, value in zip(wanted, outputs, strict=True)}
+    return Program(batch, builder.values, tasks, inputs, outputs, builder.full_batch, coupled)
+
+
+def _results(joint: Any) -> list[Any]:
+    return [*joint.outputs, *joint.mutated.values(), *joint.gradients.values()]
+
+
+__all__ = ["Builder", "Reduction", "build"]

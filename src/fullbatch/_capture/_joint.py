@@ -1,0 +1,140 @@
+"""One functional graph of forward and backward, at the full batch's own shapes.
+
+Autograd records only while it runs, and at the batch that runs. AOTAutograd traces forward and backward together
+on tensors without storage, so the divisor of a mean is the whole batch's and no memory is spent. What comes out
+has no in-place operations: buffers that the step changes are outputs of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fullbatch import _torch
+from fullbatch._capture._clean import clean
+from fullbatch._capture._frontend import check_loss
+from fullbatch._errors import CaptureError, Fault
+
+
+@dataclass
+class Joint:
+    """The captured step. Positions count the inputs, and the outputs, of the graph that Dynamo made."""
+
+    graph: fx.Graph
+    module: fx.GraphModule
+    sources: list[str]  # where each input came from, as a Python expression
+    placeholders: dict[fx.Node, int]  # -> position of the input
+    mutated: dict[int, fx.Node] = field(default_factory=dict)  # position of the input -> its new value
+    outputs: list[fx.Node | Any] = field(default_factory=list)  # in the order the runner must return them
+    gradients: dict[int, fx.Node | None] = field(default_factory=dict)  # position of the input -> its gradient
+    loss: int = 0  # position of the loss among the outputs
+
+
+class _Holder(nn.Module):
+    """The captured forward with its inputs as parameters (differentiated) and buffers (not)."""
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], loss: int) -> None:
+        super().__init__()
+        self._forward, self._loss, self._count = [graph], loss, len(inputs)
+        for position, tensor in enumerate(inputs):
+            name = f"input{position}"
+            if tensor.requires_grad:
+                as_parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach())
+                self.register_parameter(name, as_parameter)
+            else:
+                self.register_buffer(name, tensor)
+
+    def forward(self) -> tuple[Any, ...]:
+        inputs = [getattr(self, f"input{position}") for position in range(self._count)]
+        # The interpreter carries each node's module and source line over to what it becomes.
+        outputs = fx.Interpreter(self._forward[0]).run(*inputs)
+        return tuple(
+            out if position == self._loss or not isinstance(out, torch.Tensor) else out.detach()
+            for position, out in enumerate(outputs)
+        )
+
+
+def trace_joint(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Joint:
+    """The joint graph of `graph` for inputs of this metadata. Raises CaptureError, LossError."""
+    loss_node = check_loss(graph)
+    returned = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+    loss = list(returned).index(loss_node)
+    sources = [_torch.dynamo_source(node) for node in graph.graph.nodes if node.op == "placeholder"]
+    _check_inputs(inputs, sources)
+    mode = _torch.fake_mode()
+    holder = _Holder(graph, [_torch.to_fake(mode, tensor) for tensor in inputs], loss)
+    try:
+        with _torch.joint_graph(holder, mode, _torch.loss_decompositions()) as module:
+            joint = _read(module, sources, loss, len(returned))
+    except (CaptureError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise CaptureError.of(
+            f"The backward of the step cannot be traced: {type(error).__name__}: {str(error)[:400]}",
+            expected="operations that autograd can differentiate once, without changing tensors it saved",
+            next="run loss_fn(model, batch).backward() in plain PyTorch; if that works, report the operator named",
+        ) from error
+    return joint
+
+
+def _check_inputs(inputs: Sequence[torch.Tensor], sources: Sequence[str]) -> None:
+    faults = []
+    for tensor, source in zip(inputs, sources, strict=True):
+        if type(tensor) not in (torch.Tensor, nn.Parameter) and not isinstance(tensor, nn.Parameter):
+            faults.append(Fault(f"{source} is a {type(tensor).__name__}.", expected="a plain torch.Tensor"))
+        elif tensor.layout != torch.strided:
+            faults.append(Fault(f"{source} has layout {tensor.layout}.", expected="a dense (strided) tensor"))
+        elif tensor.requires_grad and not tensor.is_leaf:
+            faults.append(
+                Fault(
+                    f"{source} is the result of an earlier computation that needs a gradient.",
+                    got=f"grad_fn={tensor.grad_fn}",
+                    expected="leaf tensors: the step's backward ends at its own inputs",
+                    next="compute it inside loss_fn, or detach() it",
+                )
+            )
+    if faults:
+        raise CaptureError(*faults)
+
+
+def _read(module: fx.GraphModule, sources: list[str], loss: int, returned: int) -> Joint:
+    placeholders: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        target = getattr(node.meta["desc"], "target", None)
+        if target is None:
+            _constant_one(module.graph, node)
+        else:
+            placeholders[node] = int(str(target).removeprefix("input"))
+    clean(module.graph)
+    joint = Joint(module.graph, module, sources, placeholders, loss=loss, outputs=[None] * returned)
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        kind = type(desc).__name__
+        if kind == "InputMutationAOTOutput":
+            joint.mutated[int(desc.mutated_input.target.removeprefix("input"))] = node
+        elif kind == "GradAOTOutput":
+            joint.gradients[int(desc.grad_of.target.removeprefix("input"))] = node
+        elif kind == "PlainAOTOutput":
+            joint.outputs[desc.idx] = node
+        elif node is not None:
+            raise CaptureError.of(f"The step has an output of a kind that is not supported: {kind}.")
+    return joint
+
+
+def _constant_one(graph: fx.Graph, tangent: fx.Node) -> None:
+    """The loss's own gradient is one; nothing else enters the backward."""
+    value = tangent.meta["val"]
+    with graph.inserting_before(tangent):
+        one = graph.call_function(
+            torch.ops.aten.full.default,
+            (list(value.shape), 1.0),
+            {"dtype": value.dtype, "device": value.device, "pin_memory": False},
+        )
+    one.meta = {"val": value, "partitioner_tag": "is_backward"}
+    tangent.replace_all_uses_with(one)

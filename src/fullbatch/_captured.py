@@ -1,0 +1,136 @@
+"""One captured graph and everything derived from it: its program, its plans, and how to run it.
+
+Capture knows tensors by where it found them; a batch knows them by path. Here the two meet, by identity of the
+tensors at a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fullbatch._axis._build import RESLICE_ABOVE, build
+from fullbatch._capture._joint import Joint, trace_joint
+from fullbatch._cost._costs import Coster
+from fullbatch._cost._probe import Prober
+from fullbatch._errors import Fault, ModelError
+from fullbatch._ir import Layout, Program
+from fullbatch._memory._owned import Owned
+from fullbatch._plan._plan import Plan
+from fullbatch._plan._planner import Choice, Planner
+from fullbatch._plan._stages import Stages, find_stages
+from fullbatch._run._commit import Pending
+from fullbatch._run._executor import Executor
+from fullbatch._tree import BatchShape
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is made for, besides the program."""
+
+    budget: int | None
+    microbatch: int | None
+    owned: int
+    note: str = ""
+
+
+class Captured:
+    """The graph of one call signature. `run` executes it; `plan` says how."""
+
+    def __init__(self, graph: fx.GraphModule, reslice_above: int = RESLICE_ABOVE) -> None:
+        self._graph = graph
+        self._reslice_above = reslice_above
+        self._planned: dict[Request, tuple[Plan, Executor]] = {}
+        self._ready = False
+
+    def prepare(self, inputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], shape: BatchShape) -> None:
+        """Traces forward and backward and derives the program, once."""
+        if self._ready:
+            return
+        self.joint: Joint = trace_joint(self._graph, inputs)
+        dims = {id(leaf): dim for leaf, dim in zip(leaves, shape.dims, strict=True)}
+        self.batch_positions = [at for at, tensor in enumerate(inputs) if id(tensor) in dims]
+        layouts: dict[int, Layout] = {}
+        for at in self.batch_positions:
+            dim = dims[id(inputs[at])]
+            if dim is not None:
+                layouts[at] = Layout(dim)
+        self._refuse_mutated_batch()
+        self.program: Program = build(self.joint, layouts, shape.size, self._reslice_above)
+        self.stages: Stages = find_stages(self.program)
+        used = set(self.program.inputs)
+        prober = Prober(self.program, {at: tensor for at, tensor in enumerate(inputs) if at in used})
+        self._prober = prober
+        self._planner = Planner(self.program, self.stages, self._measure)
+        self._replicated = shape.replicated
+        self._shape = shape
+        self._ready = True
+
+    def _measure(self, samples: frozenset[int]) -> Coster | None:
+        return self._prober.costs(samples)
+
+    def _refuse_mutated_batch(self) -> None:
+        wrong = [self.joint.sources[at] for at in self.joint.mutated if at in self.batch_positions]
+        if wrong:
+            raise ModelError(
+                *(
+                    Fault(
+                        f"The step changes {source}, a tensor of the batch, in place.",
+                        expected="in-place changes of buffers and of the step's own values only",
+                        next="x = x.clone() before the in-place operation",
+                    )
+                    for source in wrong
+                )
+            )
+
+    def plan(self, request: Request) -> tuple[Plan, Executor]:
+        """The plan for `request`, made once. Raises BudgetError."""
+        if request not in self._planned:
+            room = None if request.budget is None else request.budget - request.owned
+            choice = self._planner.choose(room, request.microbatch, request.owned)
+            self._planned[request] = (self._describe(choice, request), Executor(self.program, choice.schedule))
+        return self._planned[request]
+
+    def _describe(self, choice: Choice, request: Request) -> Plan:
+        return Plan(
+            batch=self.program.batch,
+            microbatch=choice.size,
+            microbatches=len(choice.schedule.samples),
+            stages=self.stages.count,
+            predicted_peak=request.owned + choice.simulated.peak,
+            budget=request.budget,
+            owned=request.owned,
+            activations=choice.simulated.peak,
+            recomputed=choice.schedule.recomputes(self.program),
+            held=choice.schedule.held(self.program),
+            exact=choice.exact,
+            barriers=self.stages.barriers,
+            full_batch_nodes=tuple(self.program.full_batch),
+            replicated=self._replicated,
+            notes=tuple(note for note in (request.note, *self._prober.notes) if note),
+            schedule=choice.schedule,
+        )
+
+    def run(self, executor: Executor, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], Pending]:
+        """Runs one step; returns the graph's outputs, and the gradients and buffers that are to be written."""
+        results = executor.run({at: inputs[at] for at in self.program.inputs})
+        found = dict(zip(self.program.outputs, results, strict=True))
+        values = self.joint.values
+
+        def result(node: Any) -> Any:
+            return found[values[node]] if isinstance(node, fx.Node) else node
+
+        gradients = [
+            (inputs[at], result(node)) for at, node in sorted(self.joint.gradients.items()) if node is not None
+        ]
+        buffers = [(inputs[at], result(node)) for at, node in self.joint.mutated.items()]
+        outputs = [result(node) for node in self.joint.outputs]
+        del found, results
+        return outputs, Pending(gradients, buffers)
+
+
+__all__ = ["Captured", "Owned", "Request"]

@@ -1,0 +1,64 @@
+"""Bytes and time of one task for a microbatch of a given size.
+
+Two sources: estimated from shapes, for comparing many plans without running anything, and measured by running each
+distinct operator once on dummy tensors (`_probe`), for a peak that is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fullbatch._ir import Kind, Program, Task
+from fullbatch._plan._keep import own_cost
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """An output's memory: its own `nbytes`, or those of the value that it is an alias of."""
+
+    value: int
+    nbytes: int
+    alias: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCost:
+    """`peak`: most bytes allocated above the start while the task runs. `outs`: what is left of them."""
+
+    peak: int
+    outs: tuple[Out, ...]
+    time: float = 0.0
+
+
+Coster = Callable[[Task, int], TaskCost]  # (task, samples)
+
+
+def estimated(program: Program) -> Coster:
+    """Costs from shapes alone: outputs are dense, workspaces are none. Time is in bytes moved."""
+    times = {task.id: own_cost(task, program) for task in program.tasks}
+    cache: dict[tuple[int, int], TaskCost] = {}
+
+    def cost(task: Task, samples: int) -> TaskCost:
+        key = (task.id, samples)
+        found = cache.get(key)
+        if found is None:
+            found = cache[key] = _estimate(program, task, samples, times[task.id] * samples / max(program.batch, 1))
+        return found
+
+    return cost
+
+
+def _estimate(program: Program, task: Task, samples: int, time: float) -> TaskCost:
+    outs = []
+    for value in task.outputs:
+        if value is None:
+            continue
+        alias = task.inputs[0] if (task.view or task.kind is Kind.REDUCE) and task.inputs else None
+        nbytes = 0 if alias is not None else program.values[value].nbytes(samples, program.batch)
+        if task.kind is Kind.REDUCE:
+            nbytes = program.values[value].nbytes(None, program.batch)
+        if task.kind is Kind.ONCE and task.kernel is not None and task.kernel.name == "_filled":
+            nbytes = program.values[value].itemsize
+        outs.append(Out(value, nbytes, alias))
+    return TaskCost(sum(out.nbytes for out in outs), tuple(outs), time)

@@ -1,0 +1,36 @@
+"""Hooks that a captured step would skip in silence are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fullbatch._errors import Fault, ModelError
+from fullbatch._tree import modules
+
+
+def refuse_hooks(model: Any) -> None:
+    """Raises ModelError naming each module with a backward hook: it would not run, or run once a microbatch."""
+    faults = []
+    for prefix, root in modules(model).items():
+        for name, module in root.named_modules():
+            hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+            if hooks:
+                faults.append(_fault(f"{prefix}.{name}".strip(".") or type(module).__name__, hooks))
+    for table in ("_global_backward_hooks", "_global_backward_pre_hooks"):
+        hooks = list(getattr(nn.modules.module, table, {}).values())
+        if hooks:
+            faults.append(_fault("every module (a global hook)", hooks))
+    if faults:
+        raise ModelError(*faults)
+
+
+def _fault(where: str, hooks: list[Any]) -> Fault:
+    names = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks)
+    return Fault(
+        f"A backward hook on {where} cannot run on the whole batch's gradient.",
+        got=names,
+        expected="forward hooks, or hooks on parameters (register_hook, register_post_accumulate_grad_hook)",
+        next="remove it with the handle that register_full_backward_hook returned",
+    )

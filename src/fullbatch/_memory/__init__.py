@@ -1,0 +1,1 @@
+"""The memory of a step: measured to the byte, and on the CPU counted and capped."""

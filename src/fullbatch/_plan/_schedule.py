@@ -1,0 +1,223 @@
+"""The schedule: a linear program of actions, and nothing left to decide.
+
+Whoever runs it walks it once; whoever wants its peak or its time walks it once too. A value is *kept* where no free
+stands between its first run and its last use, *recomputed* where it is run again, *offloaded* where it leaves
+the device and is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from fullbatch._ir import Kind, Program, Task
+from fullbatch._plan._stages import Stages
+
+
+class Do(Enum):
+    """What an action does to a task or a value."""
+
+    RUN = "run"  # a task of kind LOCAL, ONCE or SLICE
+    GATHER = "gather"  # write this microbatch's slice into the whole value
+    REDUCE = "reduce"  # add this microbatch's summand to the whole value
+    FREE = "free"  # drop a value
+    OFFLOAD = "offload"  # move a value off the device
+    FETCH = "fetch"  # bring it back
+
+
+ALL = -1  # the microbatch of what runs once a step
+
+
+class Action(NamedTuple):
+    """`subject` is a task for RUN, GATHER and REDUCE, a value for FREE, OFFLOAD and FETCH."""
+
+    do: Do
+    subject: int
+    microbatch: int = ALL
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Actions in order, and the number of samples of each microbatch."""
+
+    actions: tuple[Action, ...]
+    samples: tuple[int, ...]
+
+    def count(self, do: Do) -> int:
+        """How many actions of this sort."""
+        return sum(1 for action in self.actions if action.do is do)
+
+    def count_runs(self) -> int:
+        """How many times a task runs."""
+        return self.count(Do.RUN)
+
+    def recomputes(self, program: Program) -> int:
+        """How many runs of an operator repeat an earlier one; cutting a slice again is not one."""
+        by_id = program.by_id
+        runs = [
+            (action.subject, action.microbatch)
+            for action in self.actions
+            if action.do is Do.RUN and by_id[action.subject].kind is not Kind.SLICE and not by_id[action.subject].view
+        ]
+        return len(runs) - len(set(runs))
+
+    def held(self, program: Program) -> int:
+        """Values of the first microbatch that live while another microbatch runs."""
+        held: set[int] = set()
+        live: set[int] = set()
+        local = [value.local for value in program.values]
+        for action in self.actions:
+            if action.do is Do.FREE and action.microbatch == 0:
+                live.discard(action.subject)
+            elif action.do is Do.RUN and action.microbatch == 0:
+                task = program.by_id[action.subject]
+                live.update(out for out in task.outputs if out is not None and local[out])
+            elif action.microbatch == 1:
+                held |= live
+        return len(held)
+
+    def with_offload(self, value: int, microbatch: int, program: Program) -> Schedule:
+        """The same schedule with one value off the device between its two uses that are furthest apart."""
+        uses = [
+            position
+            for position, action in enumerate(self.actions)
+            if _touches(action, value, microbatch, program)
+        ]
+        gaps = [(after - before, before, after) for before, after in zip(uses, uses[1:], strict=False)]
+        if not gaps:
+            return self
+        _, before, after = max(gaps)
+        actions = list(self.actions)
+        actions.insert(after, Action(Do.FETCH, value, microbatch))
+        actions.insert(before + 1, Action(Do.OFFLOAD, value, microbatch))
+        return Schedule(tuple(actions), self.samples)
+
+
+def _touches(action: Action, value: int, microbatch: int, program: Program) -> bool:
+    if action.do not in (Do.RUN, Do.GATHER, Do.REDUCE):
+        return False
+    task = program.by_id[action.subject]
+    return action.microbatch in (microbatch, ALL) and (value in task.inputs or value in task.outputs)
+
+
+def microbatches(batch: int, size: int) -> tuple[int, ...]:
+    """Samples of each microbatch: `size` each, and what is left in the last."""
+    whole, rest = divmod(batch, size)
+    return (size,) * whole + ((rest,) if rest else ())
+
+
+def make_schedule(program: Program, stages: Stages, keep: frozenset[int], size: int) -> Schedule:
+    """All stages in order, each for all microbatches, recomputing what is not in `keep` where a later stage reads it."""
+    samples = microbatches(program.batch, size)
+    by_id = program.by_id
+    actions: list[Action] = []
+    for stage in range(stages.count + 1):
+        actions.extend(Action(Do.RUN, task) for task in stages.once[stage])
+        if stage == stages.count:
+            break
+        body = stage_body(program, stages, keep, stage)
+        for microbatch in range(len(samples)):
+            actions.extend(Action(_verb(by_id[task]), task, microbatch) for task in body)
+    return Schedule(tuple(_with_frees(actions, by_id, program)), samples)
+
+
+def _verb(task: Task) -> Do:
+    return {Kind.GATHER: Do.GATHER, Kind.REDUCE: Do.REDUCE}.get(task.kind, Do.RUN)
+
+
+def stage_body(program: Program, stages: Stages, keep: frozenset[int], stage: int) -> list[int]:
+    """Tasks of one stage for one microbatch: its own in order, each recompute just before its first reader."""
+    producers = program.producers
+    by_id = program.by_id
+    own = _needed(stages.targets[stage], by_id, producers, stages, keep, stage)
+    done: set[int] = set()
+    order: list[int] = []
+    mains = sorted(task for task in own if by_id[task].kind not in (Kind.SLICE,) and _runs_first(task, stages, stage))
+    for main in [*mains, *sorted(stages.targets[stage])]:
+        stack: list[tuple[int, bool]] = [(main, False)]
+        while stack:
+            task, ready = stack.pop()
+            if task in done:
+                continue
+            if ready:
+                done.add(task)
+                order.append(task)
+                continue
+            stack.append((task, True))
+            for value in reversed(by_id[task].inputs):
+                producer = producers.get(value)
+                if producer is not None and producer.id in own and producer.id not in done:
+                    stack.append((producer.id, False))
+    return _targets_early(order, by_id)
+
+
+def _runs_first(task: int, stages: Stages, stage: int) -> bool:
+    return stages.first_run.get(task, stage) == stage
+
+
+def _targets_early(order: list[int], by_id: dict[int, Task]) -> list[int]:
+    """Moves each gather and reduce to just behind what it reads, so that summands do not pile up."""
+    waiting: dict[int, list[int]] = {}
+    result: list[int] = []
+    targets = {task for task in order if by_id[task].kind in (Kind.GATHER, Kind.REDUCE)}
+    made = {out for task in order if task not in targets for out in by_id[task].outputs if out is not None}
+    for task in order:
+        if task in targets:
+            (source,) = by_id[task].inputs
+            if source not in made:
+                result.append(task)
+            else:
+                waiting.setdefault(source, []).append(task)
+    for task in order:
+        if task in targets:
+            continue
+        result.append(task)
+        for out in by_id[task].outputs:
+            result.extend(waiting.pop(out, ()) if out is not None else ())
+    return result
+
+
+def _needed(
+    targets: Sequence[int], by_id: dict[int, Task], producers: dict[int, Task], stages: Stages,
+    keep: frozenset[int], stage: int,
+) -> set[int]:  # fmt: skip
+    needed: set[int] = set()
+    stack = [by_id[target] for target in targets]
+    while stack:
+        for value in stack.pop().inputs:
+            producer = producers.get(value)
+            if producer is None or producer.kind not in (Kind.LOCAL, Kind.SLICE) or producer.id in needed:
+                continue
+            if producer.kind is Kind.LOCAL and stages.first_run[producer.id] < stage and value in keep:
+                continue
+            needed.add(producer.id)
+            stack.append(producer)
+    return needed
+
+
+def _with_frees(actions: Sequence[Action], by_id: dict[int, Task], program: Program) -> Iterable[Action]:
+    """Adds a free behind the last use of every value that a run made; step inputs and results stay."""
+    stay = set(program.inputs.values()) | set(program.outputs)
+    backwards: list[Action] = []
+    live: set[tuple[int, int]] = set()
+    locals_ = [value.local for value in program.values]
+    for action in reversed(actions):
+        task = by_id[action.subject]
+        touched = [(value, action.microbatch if locals_[value] else ALL) for value in task.inputs]
+        if action.do is Do.RUN:
+            made = [(out, action.microbatch if locals_[out] else ALL) for out in task.outputs if out is not None]
+            dead = [item for item in (*made, *touched) if item not in live and item[0] not in stay]
+            live.update(touched)
+            live.difference_update(made)
+        else:
+            dead = [item for item in touched if item not in live and item[0] not in stay]
+            out = task.outputs[0]
+            live.update(touched)
+            assert out is not None
+        for item in dict.fromkeys(dead):
+            backwards.append(Action(Do.FREE, *item))
+        backwards.append(action)
+    # A gathered or reduced value is born at its first microbatch and has no run: its readers free it.
+    return reversed(backwards)

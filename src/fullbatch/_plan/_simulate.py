@@ -1,0 +1,123 @@
+"""The peak and the time of a schedule, by one walk over it.
+
+Storage is counted, not tensors: a view shares its base, and a base lives as long as any view of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fullbatch._cost._costs import Coster, Out, TaskCost
+from fullbatch._ir import Program, Reduction, Task
+from fullbatch._plan._schedule import ALL, Action, Do, Schedule
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """`peak` bytes above the start, the action at which it is reached, the bytes left at the end, and the time.
+
+    `timeline` has the bytes held after each action where asked for.
+    """
+
+    peak: int
+    at: Action | None
+    retained: int
+    time: float
+    timeline: tuple[int, ...] = ()
+
+
+class _Ledger:
+    """Live storages. A slot is (value, microbatch); several slots may show one storage."""
+
+    def __init__(self) -> None:
+        self.live = 0
+        self._root: dict[tuple[int, int], int] = {}
+        self._bytes: list[int] = []
+        self._count: list[int] = []
+
+    def add(self, slot: tuple[int, int], nbytes: int, alias: tuple[int, int] | None) -> None:
+        if alias is not None and alias in self._root:
+            root = self._root[alias]
+        elif alias is not None:
+            return  # a view of a step input: never freed, not counted here
+        else:
+            root = len(self._bytes)
+            self._bytes.append(nbytes)
+            self._count.append(0)
+            self.live += nbytes
+        self.drop(slot)
+        self._count[root] += 1
+        self._root[slot] = root
+
+    def drop(self, slot: tuple[int, int]) -> int:
+        """Frees a slot; returns the bytes that this gave back."""
+        root = self._root.pop(slot, None)
+        if root is None:
+            return 0
+        self._count[root] -= 1
+        if self._count[root]:
+            return 0
+        self.live -= self._bytes[root]
+        return self._bytes[root]
+
+    def has(self, slot: tuple[int, int]) -> bool:
+        return slot in self._root
+
+
+def simulate(program: Program, schedule: Schedule, cost: Coster, timeline: bool = False) -> Simulated:
+    """Walks `schedule` once with the costs of each task."""
+    ledger = _Ledger()
+    away: dict[tuple[int, int], int] = {}
+    local = [value.local for value in program.values]
+    peak, at, time = 0, None, 0.0
+    track: list[int] = []
+    for action in schedule.actions:
+        high = 0
+        if action.do is Do.FREE:
+            ledger.drop((action.subject, action.microbatch))
+        elif action.do is Do.OFFLOAD:
+            away[action.subject, action.microbatch] = ledger.drop((action.subject, action.microbatch))
+        elif action.do is Do.FETCH:
+            slot = (action.subject, action.microbatch)
+            ledger.add(slot, away.pop(slot, 0), None)
+            high = ledger.live
+        else:
+            task = program.by_id[action.subject]
+            samples = program.batch if action.microbatch == ALL else schedule.samples[action.microbatch]
+            found = cost(task, samples)
+            time += found.time
+            if action.do is Do.RUN:
+                high = ledger.live + found.peak
+                _made(ledger, task, action, found, local)
+            else:
+                high = _joined(ledger, task, action, found, len(schedule.samples), program)
+            high = max(high, ledger.live)
+        if high > peak:
+            peak, at = high, action
+        if timeline:
+            track.append(ledger.live)
+    return Simulated(peak, at, ledger.live, time, tuple(track))
+
+
+def _made(ledger: _Ledger, task: Task, action: Action, found: TaskCost, local: list[bool]) -> None:
+    for out in found.outs:
+        slot = (out.value, action.microbatch if local[out.value] else ALL)
+        alias = None
+        if out.alias is not None:
+            alias = (out.alias, action.microbatch if local[out.alias] else ALL)
+        ledger.add(slot, out.nbytes, alias)
+
+
+def _joined(ledger: _Ledger, task: Task, action: Action, found: TaskCost, count: int, program: Program) -> int:
+    """A gather or a reduce: the whole value is born at the first microbatch."""
+    (value,) = task.outputs
+    (source,) = task.inputs
+    assert value is not None
+    out: Out = found.outs[0]
+    part = (source, action.microbatch)
+    if action.microbatch == 0:
+        shared = out.alias is not None or (count == 1)
+        ledger.add((value, ALL), out.nbytes, part if shared and ledger.has(part) else None)
+        return ledger.live
+    extra = 4 * out.nbytes if task.reduction is Reduction.MOMENTS else 0
+    return ledger.live + extra

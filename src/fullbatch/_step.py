@@ -1,0 +1,196 @@
+"""`Step`: the training step that the user wrote for the whole batch, run on the memory there is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fullbatch._captured import Captured, Request
+from fullbatch._capture._frontend import Frontend
+from fullbatch._errors import BatchError, FullbatchError
+from fullbatch._hooks import refuse_hooks
+from fullbatch._memory._free import RESERVE, free_bytes
+from fullbatch._memory._owned import owned_bytes
+from fullbatch._plan._plan import Plan
+from fullbatch._run._commit import Pending, commit
+from fullbatch._run._executor import Executor
+from fullbatch._size import parse_bytes
+from fullbatch._tree import BatchShape, check_devices, find_batch, leaves, modules, named_tensors
+
+
+class _PlannedOnly(Exception):
+    """Leaves the captured call once its plan is known, before anything runs."""
+
+
+@dataclass
+class _Call:
+    """What the runner of a captured graph must know of the call that it serves."""
+
+    leaves: list[torch.Tensor]
+    shape: BatchShape
+    only_plan: bool
+    pending: Pending | None = None
+    inputs: Sequence[torch.Tensor] = ()
+    plan: Plan | None = None
+    captured: Captured | None = None
+
+
+class Step:
+    """Forward and backward of `loss_fn(model, batch)` in microbatches, with the gradient of the whole batch.
+
+    Calling the step with a batch adds the gradient to `.grad`, updates buffers once, and returns the loss (or
+    `(loss, aux)`), detached. Everything that the plain step reads is watched: when it changes, the step is captured
+    anew.
+
+    Args:
+        loss_fn: `loss_fn(model, batch) -> loss` or `(loss, aux)`, a scalar and any nest of tensors.
+        model: a Module, or a tuple or dict of Modules, on one device.
+        batch: one example of the batch that you want, any nest of tensors. Only its metadata is used.
+        memory: the budget in bytes, or "6GiB", "800MB". None: what is free on the device now plus what the step
+            already owns, less a reserve of 10 %. It bounds parameters, buffers, gradients, optimizer state, batch
+            and everything allocated while the step runs.
+        microbatch: samples a microbatch, instead of or besides a budget.
+        optimizer: counted in the budget with the state that it has or will have.
+        batch_dims: which dimension of each tensor carries the batch, where the leading one is not it: a nest like the
+            batch, of dimensions and None.
+
+    Raises:
+        FullbatchError: BatchError, ModelError, LossError, CaptureError, BudgetError or MemorySizeError, at once, before
+            anything has run.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        model: Any,
+        batch: Any,
+        *,
+        memory: int | str | None = None,
+        microbatch: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        batch_dims: Any = None,
+    ) -> None:
+        self._loss_fn, self._model, self._optimizer, self._batch_dims = loss_fn, model, optimizer, batch_dims
+        self._memory = None if memory is None else parse_bytes(memory)
+        self._microbatch = microbatch
+        modules(model)
+        self._device = check_devices(model)
+        self._frontend = Frontend(loss_fn, self._on_graph)
+        self._call: _Call | None = None
+        self._warned = False
+        self._changes: list[str] = []
+        self._example = batch
+        _check_microbatch(microbatch, find_batch(batch, batch_dims).size, example=True)
+        self._plan = self._prepare(batch)
+
+    # ---- what the user sees
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last call; before the first, that of the example batch."""
+        return self._plan
+
+    def __call__(self, batch: Any) -> Any:
+        """One step: adds to `.grad`, updates buffers, returns the loss or `(loss, aux)`."""
+        call = self._start(batch, only_plan=False)
+        result = self._invoke(batch, call)
+        assert call.pending is not None and call.plan is not None
+        self._plan = call.plan
+        commit(call.pending, call.inputs)
+        loss, aux, has_aux = result
+        return (loss, aux) if has_aux else loss
+
+    # ---- one call
+
+    def _prepare(self, batch: Any) -> Plan:
+        call = self._start(batch, only_plan=True)
+        try:
+            self._invoke(batch, call)
+        except _PlannedOnly:
+            pass
+        assert call.plan is not None
+        return call.plan
+
+    def _start(self, batch: Any, only_plan: bool) -> _Call:
+        self._device = check_devices(self._model)
+        refuse_hooks(self._model)
+        shape = find_batch(batch, self._batch_dims)
+        return _Call([leaf for _, leaf in leaves(batch)], shape, only_plan)
+
+    def _invoke(self, batch: Any, call: _Call) -> Any:
+        captures = self._frontend.captures
+        self._call = call
+        moved = self._device if any(leaf.device != self._device for leaf in call.leaves) else None
+        try:
+            result = self._frontend(self._model, batch, moved)
+        finally:
+            self._call = None
+            if self._frontend.captures > captures and not call.only_plan:
+                self._note_change(batch, moved)
+        if call.pending is None:
+            from fullbatch._capture._frontend import _bad_loss
+
+            raise _bad_loss(f"{type(result[0]).__name__}: {result[0]!r:.60}", "a tensor computed from the model")
+        return result
+
+    def _on_graph(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
+        captured = Captured(graph)
+        return lambda *inputs: self._run(captured, inputs)
+
+    def _run(self, captured: Captured, inputs: Sequence[torch.Tensor]) -> Any:
+        call = self._call
+        assert call is not None
+        captured.prepare(inputs, call.leaves, call.shape)
+        call.captured = captured
+        call.plan, executor = self._plan_for(captured, call)
+        if call.only_plan:
+            raise _PlannedOnly
+        outputs, call.pending = captured.run(executor, inputs)
+        call.inputs = inputs
+        return outputs
+
+    def _plan_for(self, captured: Captured, call: _Call) -> tuple[Plan, Executor]:
+        owned = owned_bytes(
+            self._device, named_tensors(self._model, "parameters").values(),
+            named_tensors(self._model, "buffers").values(), call.leaves, self._optimizer,
+        ).total  # fmt: skip
+        budget, note = self._memory, ""
+        known = getattr(captured, "_free_budget", None)
+        if budget is None and self._microbatch is None:
+            budget = known or free_bytes(self._device) + owned
+            captured._free_budget = budget  # type: ignore[attr-defined]
+            note = f"budget: what is free now plus what the step owns, less a reserve of {RESERVE:.0%}"
+        microbatch = self._microbatch
+        if microbatch is not None:
+            microbatch = min(microbatch, call.shape.size)
+        return captured.plan(Request(budget, microbatch, owned, note))
+
+    def _note_change(self, batch: Any, moved: Any) -> None:
+        """A value that changes at every call makes every call a capture: say so, once, by name."""
+        reasons = self._frontend.why(self._model, batch, moved)
+        self._changes.append(reasons[0] if reasons else "")
+        recent = self._changes[-3:]
+        if len(recent) == 3 and not self._warned and recent[0] and "size" not in recent[-1]:
+            self._warned = True
+            warnings.warn(
+                "fullbatch: the step was captured anew for each of its last calls, because a value that it reads changes: "
+                f"{recent[-1]}. Pass it as a tensor in the batch instead.",
+                stacklevel=4,
+            )
+
+
+def _check_microbatch(microbatch: int | None, size: int, example: bool) -> None:
+    if microbatch is None:
+        return
+    if isinstance(microbatch, bool) or not isinstance(microbatch, int) or not 1 <= microbatch <= size:
+        raise BatchError.of(
+            "The microbatch does not fit the batch.", got=f"microbatch={microbatch!r}",
+            expected=f"an int from 1 to {size}, the samples in the batch", next=f"microbatch={max(1, size // 2)}",
+        )  # fmt: skip
+
+
+__all__ = ["FullbatchError", "Step"]

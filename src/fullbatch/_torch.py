@@ -1,0 +1,145 @@
+"""Every private torch interface that fullbatch touches, each with the reason. Seen to work on torch 2.13.
+
+Nothing else in the package imports a name of torch that begins with an underscore, or that torch does not
+document as public.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._dynamo  # the guarded capture; torch.compile's front end
+import torch.fx.traceback as traceback
+from torch import fx
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+# torch.utils._pytree: registering and flattening of nests is public only in C++ form (optree); transformers
+# registers its outputs here.
+tree_flatten = pytree.tree_flatten
+tree_unflatten = pytree.tree_unflatten
+tree_map = pytree.tree_map
+tree_flatten_with_path = pytree.tree_flatten_with_path
+keystr = pytree.keystr
+
+
+def loss_marker() -> Callable[[Any], Any]:
+    """An identity operator that survives capture, so that the loss is found among a graph's outputs."""
+    return torch.ops.fullbatch.loss  # type: ignore[no-any-return]
+
+
+_LIBRARY = torch.library.Library("fullbatch", "DEF")
+_LIBRARY.define("loss(Tensor x) -> Tensor")
+_LIBRARY.impl("loss", lambda x: x.view_as(x), "CompositeImplicitAutograd")
+
+
+def capture_settings() -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's settings for one step: every change of a Python value recaptures, shapes are never symbolic."""
+    return torch._dynamo.config.patch(  # type: ignore[no-any-return]
+        allow_rnn=True,  # LSTM and GRU have no other path
+        automatic_dynamic_shapes=False,  # the full batch's constants are what makes the result exact
+        assume_static_by_default=True,
+        specialize_float=True,  # a float of the user's becomes a guarded constant
+        recompile_limit=2**30,
+        accumulated_recompile_limit=2**30,
+        fail_on_recompile_limit_hit=True,
+        capture_scalar_outputs=False,
+        suppress_errors=False,
+        inline_inbuilt_nn_modules=True,
+    )
+
+
+def guarded(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` captured whole by Dynamo on first call and whenever a guard fails."""
+    return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)  # type: ignore[no-any-return]
+
+
+DynamoError = torch._dynamo.exc.TorchDynamoException
+
+
+def why_recaptured(code: CodeType, scope: dict[str, Any]) -> list[str]:
+    """What Dynamo's guards say of the newest earlier capture of `code` for the arguments in `scope`."""
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
+    reasons: list[str] = []
+    for entry in entries[1:2]:
+        info = entry.guard_manager.check_verbose(scope)
+        reasons.extend(str(part) for part in info.verbose_code_parts)
+    return reasons
+
+
+def dynamo_source(placeholder: fx.Node) -> str:
+    """Where Dynamo found a graph input, as a Python expression such as L['model'].weight."""
+    arg = placeholder.meta.get("grapharg")
+    return str(getattr(getattr(arg, "source", None), "name", "") or placeholder.name)
+
+
+def fake_mode() -> FakeTensorMode:
+    """Tensors without storage: tracing at the full batch costs no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def to_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor with the metadata of `tensor`, every size a constant."""
+    return mode.from_tensor(tensor, static_shapes=True)
+
+
+def is_fake(value: object) -> bool:
+    """Whether `value` has metadata only."""
+    return isinstance(value, FakeTensor)
+
+
+@contextlib.contextmanager
+def joint_graph(
+    module: torch.nn.Module, mode: FakeTensorMode, decompositions: dict[Any, Any]
+) -> Iterator[fx.GraphModule]:
+    """AOTAutograd's joint graph of forward and backward: functional, mutations as outputs, None where unreached.
+
+    Placeholders and outputs carry `meta["desc"]`; nodes carry `seq_nr`, which pairs a backward with its forward.
+    """
+    with (
+        contextlib.ExitStack() as stack,
+        mode,
+        traceback.preserve_node_meta(),
+        torch._functorch.config.patch(functionalize_rng_ops=False, fake_tensor_propagate_real_tensors=False),
+    ):
+        exported = aot_export_joint_with_descriptors(stack, module, (), decompositions=decompositions)
+        yield exported.graph_module
+
+
+def loss_decompositions() -> dict[Any, Any]:
+    """Losses written out as element-wise operations and a mean, so that the mean alone couples the batch."""
+    aten = torch.ops.aten
+    return torch._decomp.get_decompositions(  # type: ignore[no-any-return]
+        [
+            aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward,
+            aten.huber_loss, aten.huber_loss_backward, aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
+            aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.soft_margin_loss_backward,
+            aten.l1_loss, aten.kl_div, aten.addcmul, aten.addcdiv, aten.lerp, aten.mish_backward,
+            aten.std, aten.std_mean, aten.stack, aten.addr, aten.addmv, aten.mv, aten.dot, aten.norm,
+            aten.trace, aten.frobenius_norm, aten.instance_norm, aten.logsumexp, aten.new_zeros, aten.new_ones,
+            aten.index_add, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.margin_ranking_loss,
+        ]
+    )  # fmt: skip
+
+
+def flops_of(target: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of one ATen call by torch's own counting formulas; 0 where it has none."""
+    formula = flop_registry.get(getattr(target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    try:
+        return int(formula(*args, **kwargs, out_val=out))
+    except Exception:  # a formula that does not know this overload must not stop planning
+        return 0
+
+
+def kineto_memory_events(profiler: torch.profiler.profile) -> Sequence[Any]:
+    """Raw events of a finished profile; those named "[memory]" are single allocations and frees."""
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    return [] if results is None else results.events()
