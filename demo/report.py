@@ -74,7 +74,7 @@ def compare(script: Path, out: Path, steps: int, extra: list[str]) -> int:
         capped = run("plain, capped", "plain", cap)
         ours = run("fullbatch, capped", "fullbatch", cap)
     if ours.plan:
-        console.print(ours.plan, markup=False, highlight=False)
+        console.print(ours.plan, markup=False, highlight=False, soft_wrap=True)
     console.print(table([plain, capped, ours], cap))
     picture = out / "segmentation.png"
     draw(plain, ours, cap, picture)

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from data import CLASSES, UNKNOWN, Batch, Scene, load_scene, tiles
 from torch import nn
 from torch.optim import Optimizer
-from unet import UNet
 
+from data import CLASSES, UNKNOWN, Batch, Scene, load_scene, tiles
 from fullbatch._memory._cap import CountingAllocator, available
+from unet import UNet
 
 TrainingStep = Callable[[Batch], torch.Tensor]
 
@@ -123,8 +123,8 @@ def start_counting(cap: int | None, scene: Scene) -> CountingAllocator | None:
         counter = CountingAllocator().install()
         counter.cap = cap
         return counter
-    # What Linux counts includes the interpreter, the libraries and their threads' buffers. A tiny step brings them all in
-    # beforehand, so that they come on top of the cap.
+    # What Linux counts includes the interpreter, the libraries and their threads' buffers. A tiny step brings them all
+    # in beforehand, so that they come on top of the cap.
     torch.autograd.backward(depth_loss(UNet(6, CLASSES, width=4), tiles(scene, 2, 32, seed=0)))
     if cap is not None:
         limit = process_bytes("VmData") + cap

@@ -51,7 +51,6 @@ def capture_settings() -> contextlib.AbstractContextManager[Any]:
         fail_on_recompile_limit_hit=True,
         capture_scalar_outputs=False,
         suppress_errors=False,
-        inline_inbuilt_nn_modules=True,
     )
 
 

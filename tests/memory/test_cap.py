@@ -36,11 +36,13 @@ def counts_to_the_byte() -> None:
     before = torch.empty(1000)
     counter = CountingAllocator()
     assert not counter.installed
-    assert counter.install().installed and counter.live == 0
+    assert counter.install().installed
+    assert counter.live == 0
     del before  # never counted, and its own deleter frees it
     assert (counter.live, counter.peak) == (0, 0)
     one, two = torch.empty(7, dtype=torch.uint8), torch.empty(0)
-    assert one.data_ptr() % 64 == 0 and two.numel() == 0
+    assert one.data_ptr() % 64 == 0
+    assert two.numel() == 0
     three = torch.empty(10, dtype=torch.float64)
     assert (counter.live, counter.peak) == (87, 87)
     del three
@@ -49,11 +51,13 @@ def counts_to_the_byte() -> None:
     assert counter.peak == 7
     counter.uninstall()
     other = torch.empty(50)
-    assert counter.live == 7 and other.numel() == 50
+    assert counter.live == 7
+    assert other.numel() == 50
     del one  # made by the counter, so counted down even now
     assert counter.live == 0
     counter.install()
-    assert torch.empty(2).numel() == 2 and counter.peak == 8
+    assert torch.empty(2).numel() == 2
+    assert counter.peak == 8
 
 
 def cap_is_exact() -> None:
@@ -83,7 +87,8 @@ def cap_is_exact() -> None:
     peak = counter.peak
     assert peak > live
     for parameter, grad in zip(model.parameters(), want, strict=True):
-        assert parameter.grad is not None and torch.equal(parameter.grad, grad)
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, grad)
 
     model.zero_grad()
     assert measure(step).peak == peak - live  # the profiler and the allocator agree to the byte
@@ -98,9 +103,11 @@ def cap_is_exact() -> None:
     try:
         step()
     except torch.OutOfMemoryError as error:
-        assert f"under a cap of {peak - 1} bytes" in str(error) and counter.refused > 0
+        said = str(error)
     else:
         raise AssertionError("one byte under the peak must not pass")
+    assert f"under a cap of {peak - 1} bytes" in said
+    assert counter.refused > 0
     model.zero_grad()
     assert counter.live == live  # the failed step left nothing behind
     counter.cap = None
@@ -125,7 +132,8 @@ def records_a_timeline() -> None:
     kept = torch.empty(4)
     torch.empty(100)
     points = counter.timeline()
-    assert [live for _, live in points] == [0, 16, 416, 16] and kept.numel() == 4
+    assert [live for _, live in points] == [0, 16, 416, 16]
+    assert kept.numel() == 4
     assert [at for at, _ in points] == sorted(at for at, _ in points)
     counter.record(capacity=2)
     for _ in range(5):
@@ -174,13 +182,16 @@ def says_why_not() -> None:
     from fullbatch._memory._cap import CountingAllocator, available
 
     reason = available()
-    assert reason is not None and "No C++ compiler" in reason and "CXX" in reason
+    assert reason is not None
+    assert "No C++ compiler" in reason
+    assert "CXX" in reason
     try:
         CountingAllocator()
     except MeasureError as error:
-        assert str(error) == reason
+        said = str(error)
     else:
         raise AssertionError("must not work without a compiler")
+    assert said == reason
 
 
 def test_no_compiler_is_said(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def test_known_sequence_to_the_byte() -> None:
     assert measured.result.shape == (7,)
     assert [level for _, level in measured.timeline] == [0, 400, 407, 7, 19, 7, 7]
     times = [at for at, _ in measured.timeline]
-    assert times == sorted(times) and times[0] == 0.0
+    assert times == sorted(times)
+    assert times[0] == 0.0
 
 
 def test_trace_gives_signed_bytes_in_order() -> None:
@@ -87,7 +88,9 @@ def test_errors_of_the_function_pass_and_leave_no_profiler() -> None:
 def test_prints_as_a_table() -> None:
     measured = measure(known_sequence)
     text = str(measured)
-    assert "peak" in text and "407 bytes" in text and "retained" in text
+    assert "peak" in text
+    assert "407 bytes" in text
+    assert "retained" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "timeline" not in repr(measured)
     assert Measurement.__dataclass_params__.frozen  # type: ignore[attr-defined]

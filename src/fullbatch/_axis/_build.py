@@ -21,7 +21,9 @@ from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy
 from fullbatch._axis._origin import Origins
 from fullbatch._axis._rules import RULES
 from fullbatch._axis._rules._pointwise import is_pointwise, pointwise
+from fullbatch._capture._clean import EFFECTS
 from fullbatch._errors import CaptureError
+from fullbatch._axis._strides import has_dense_strides
 from fullbatch._ir import (
     FullBatchNode,
     Kernel,
@@ -59,6 +61,7 @@ class Builder:
         self.tasks: list[Task] = []
         self.full_batch: list[FullBatchNode] = []
         self.coupled: list[tuple[int, str]] = []
+        self.effects: list[int] = []  # values that stand for checks
         self.memory: dict[Any, Any] = {}  # what an expansion of a forward leaves for its backward
         self._reslice_above = reslice_above
         self._of: dict[fx.Node, int] = {}
@@ -139,7 +142,7 @@ class Builder:
                 local = Kernel(kernel.fn, (scaled_shape(shape, layout), *kernel.args[1:]), kernel.kwargs)
                 self._add(Kind.LOCAL, (), (out,), kernel=local)
             else:
-                self._add(Kind.SLICE, (value,), (out,), layout=layout, view=layout.outer == 1)
+                self._add(Kind.SLICE, (value,), (out,), layout=layout, view=_is_view(item.shape, layout))
             self._sliced[key] = out
             for flags in (self._iota, self._boolean):
                 if value in flags:
@@ -180,7 +183,11 @@ class Builder:
         return self._of[node]
 
     def assign(self, node: fx.Node, outputs: Sequence[int | None]) -> None:
-        """The values that stand for the outputs of `node`."""
+        """The values that stand for the outputs of `node`, and take its name."""
+        many = isinstance(node.meta["val"], (list, tuple))
+        for position, out in enumerate(outputs):
+            if out is not None:
+                self.values[out].name = f"{node.name}[{position}]" if many else node.name
         if isinstance(node.meta["val"], (list, tuple)):
             self._many[node] = list(outputs)
         else:
@@ -203,6 +210,12 @@ class Builder:
         if node.target is aten.full.default:
             self._fill(node)
             return
+        if node.target in (aten.as_strided.default, aten.as_strided_scatter.default, aten.resize.default):
+            if not self._strided(node):
+                return
+        if node.target in EFFECTS:
+            self._effect(node)
+            return
         view = self._view(node, soft=False)
         if view.sharded():
             if _expand.expand(self, node, view):
@@ -223,6 +236,41 @@ class Builder:
         self._fills[out] = (tuple(shape), task.kernel)  # type: ignore[arg-type]
         self._fill_value[out] = float(value) if isinstance(value, (int, float)) else float("nan")
         self._of[node] = out
+
+    def _strided(self, node: fx.Node) -> bool:
+        """Operators that read memory by strides: exact where the traced strides can be had again, else refused.
+
+        Returns True where the node is to run as any other. Its operand is first given the strides it was traced with.
+        """
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        meta = source.meta["val"]
+        if node.target is aten.as_strided.default and _same_view(meta, node):
+            self._of[node] = self._of[source]
+            return False
+        size, stride = meta.shape, meta.stride()
+        if node.target is aten.resize.default or not _within(meta, node):
+            raise CaptureError.of(
+                f"{node.target} reads memory beyond the tensor it is given.", got=str(self.origin),
+                expected="views by shape: view, transpose, slice, unfold",
+                next="replace as_strided by unfold or by indexing",
+            )  # fmt: skip
+        out = self._copy_value(self.values[self.whole(self._of[source])], None)
+        self.emit(Kind.ONCE, _restride, (Ref(0), list(size), list(stride)), [self.whole(self._of[source])], [out])
+        self._of[source] = out
+        return True
+
+    def _effect(self, node: fx.Node) -> None:
+        """A check that raises or does nothing: it runs on what it is given, and something must wait for it."""
+        view = self._view(node, soft=False)
+        args, kwargs = _template(node, view, {})
+        inputs = [self._of[operand.node] for operand in view.operands]
+        local = any(self.values[value].local for value in inputs)
+        meta = torch.empty((), device="meta")
+        out = self.value(meta, partial=local)
+        fn = _then_nothing(node.target)
+        self.emit(Kind.LOCAL if local else Kind.ONCE, fn, args, inputs, (out,), kwargs)
+        self.effects.append(self.reduce(out, meta, Partial(), "a check of values") if local else out)
 
     def _view(self, node: fx.Node, soft: bool) -> NodeView:
         operands: list[Operand] = []
@@ -396,12 +444,50 @@ class Builder:
         return self.values[value].nbytes(None, self.batch)
 
 
+def _offset(node: fx.Node, meta: torch.Tensor) -> int:
+    position = 4 if node.target is aten.as_strided_scatter.default else 3
+    given = node.args[position] if len(node.args) > position else None
+    return (int(given) if given is not None else meta.storage_offset()) - meta.storage_offset()  # type: ignore[call-overload]
+
+
+def _same_view(meta: torch.Tensor, node: fx.Node) -> bool:
+    return tuple(node.args[1]) == tuple(meta.shape) and tuple(node.args[2]) == meta.stride() and not _offset(node, meta)  # type: ignore[arg-type]
+
+
+def _within(meta: torch.Tensor, node: fx.Node) -> bool:
+    """Whether every element read lies in the memory that the operand's own elements fill."""
+    at = 2 if node.target is aten.as_strided_scatter.default else 1
+    size, stride = node.args[at], node.args[at + 1]
+    last = sum((n - 1) * s for n, s in zip(size, stride, strict=True))  # type: ignore[arg-type]
+    offset = _offset(node, meta)
+    return offset == 0 and last < meta.numel() and has_dense_strides(meta)
+
+
+def _restride(x: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
+    """`x` with the strides that it was traced with, in memory that begins with it."""
+    return torch.empty_strided(size, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _is_view(shape: tuple[int, ...], layout: Layout) -> bool:
+    """Whether a slice of a contiguous tensor is contiguous, so that it need not be copied."""
+    return layout.outer == 1 and all(size == 1 for size in shape[: layout.dim])
+
+
 def _filled(size: list[int], value: Any, **kwargs: Any) -> torch.Tensor:
     """A constant as one element seen many times: reading it costs no memory."""
     kwargs.pop("pin_memory", None)
     if 0 in size:
         return torch.full(size, value, **kwargs)
     return torch.full([1] * len(size), value, **kwargs).expand(size)
+
+
+def _then_nothing(check: Any) -> Callable[..., torch.Tensor]:
+    def checked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        check(tensor, *args, **kwargs)
+        return torch.zeros((), device=tensor.device)
+
+    checked._qualified = str(check)  # type: ignore[attr-defined]
+    return checked
 
 
 def _metas(node: fx.Node) -> list[Any]:
@@ -472,10 +558,11 @@ def build(joint: Any, layouts: dict[int, Layout], batch: int, reslice_above: int
     wanted = [node for node in _results(joint) if isinstance(node, fx.Node)]
     builder.origin = Origin("output")
     outputs = [builder.whole(builder.of(node), "returned for the whole batch") for node in wanted]
+    outputs += builder.effects
     tasks = prune(builder.tasks, outputs)
     alive = {task.id for task in tasks}
     coupled = [(task, why) for task, why in builder.coupled if task in alive]
-    joint.values = {node: value for node, value in zip(wanted, outputs, strict=True)}
+    joint.values = {node: value for node, value in zip(wanted, outputs, strict=False)}
     return Program(batch, builder.values, tasks, inputs, outputs, builder.full_batch, coupled)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fullbatch._errors import CaptureError
+
 aten = torch.ops.aten
 
 _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
@@ -22,7 +24,9 @@ _FILLS: dict[Any, float | int | None] = {
     aten.scalar_tensor.default: None, aten.new_empty_strided.default: 0, aten.empty_strided.default: 0,
     aten.full.default: None,
 }  # fmt: skip
-_NO_VALUE = {aten._assert_async.msg, aten._assert_async.default, aten._assert_tensor_metadata.default, aten._assert_scalar.default}
+_NO_VALUE = {aten._assert_tensor_metadata.default, aten._assert_scalar.default}
+# Checks of values that raise or do nothing. They have no output, and must not be dropped for it.
+EFFECTS = {aten._linalg_check_errors.default, aten._assert_async.msg, aten._assert_async.default}
 
 
 def clean(graph: fx.Graph) -> None:
@@ -37,9 +41,55 @@ def clean(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target in _FILLS:
             _as_full(graph, node)
+        elif node.target is aten.as_strided.default and _contiguous(node, 0) and _keeps_order(node, node.args[0], 1):
+            _as_view(graph, node, node.args[0])
+        elif node.target is aten.as_strided_scatter.default and _contiguous(node, 0) and _keeps_order(node, node.args[0], 2):
+            _as_view(graph, node, node.args[1])
         elif node.target in (aten.expand.default, aten.view.default, aten.clone.default) and _is_fill(node.args[0]):
             _as_full(graph, node, value=node.args[0].args[1])
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or node.target in EFFECTS)
+
+
+def without_tokens(graph: fx.Graph) -> None:
+    """Writes `with_effects(token, operator, ...)` as the operator: the graph's order is kept anyway."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.higher_order.with_effects:
+            token, operator, *args = node.args
+            with graph.inserting_before(node):
+                plain = graph.call_function(operator, tuple(args), dict(node.kwargs))
+            plain.meta = {**node.meta, "val": None}
+            for user in list(node.users):
+                if user.args[1] == 0:
+                    user.replace_all_uses_with(token)
+                    graph.erase_node(user)
+            if node.users:
+                raise CaptureError.of(f"The step calls {operator}, an operator with side effects and a result.")
+            graph.erase_node(node)
+
+
+def _contiguous(node: fx.Node, at: int) -> bool:
+    source = node.args[at]
+    return isinstance(source, fx.Node) and source.meta["val"].is_contiguous() and not source.meta["val"].storage_offset()
+
+
+def _keeps_order(node: fx.Node, base: Any, at: int) -> bool:
+    """Whether a strided view reads all of a contiguous base in order: then it is a view by shape."""
+    size, stride = node.args[at], node.args[at + 1]
+    offset = node.args[at + 2] if len(node.args) > at + 2 else 0
+    expected = 1
+    for n, step in zip(reversed(size), reversed(stride), strict=True):  # type: ignore[call-overload]
+        if n != 1 and step != expected:
+            return False
+        expected *= n
+    return not offset and expected == base.meta["val"].numel()
+
+
+def _as_view(graph: fx.Graph, node: fx.Node, source: Any) -> None:
+    with graph.inserting_before(node):
+        view = graph.call_function(aten.view.default, (source, list(node.meta["val"].shape)))
+    view.meta = dict(node.meta)
+    node.replace_all_uses_with(view)
+    graph.erase_node(node)
 
 
 def _is_fill(node: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from fullbatch import _torch
-from fullbatch._capture._clean import clean
+from fullbatch._capture._clean import clean, without_tokens
 from fullbatch._capture._frontend import check_loss
 from fullbatch._errors import CaptureError, Fault
 
@@ -53,7 +53,8 @@ class _Holder(nn.Module):
         # The interpreter carries each node's module and source line over to what it becomes.
         outputs = fx.Interpreter(self._forward[0]).run(*inputs)
         return tuple(
-            out if position == self._loss or not isinstance(out, torch.Tensor) else out.detach()
+            # Cloned, or AOTAutograd would return the base of an output that is a view; the clone goes again.
+            out if position == self._loss or not isinstance(out, torch.Tensor) else out.detach().clone()
             for position, out in enumerate(outputs)
         )
 
@@ -107,10 +108,13 @@ def _read(module: fx.GraphModule, sources: list[str], loss: int, returned: int) 
         if node.op != "placeholder":
             continue
         target = getattr(node.meta["desc"], "target", None)
+        if "Token" in type(node.meta["desc"]).__name__:
+            continue
         if target is None:
             _constant_one(module.graph, node)
         else:
             placeholders[node] = int(str(target).removeprefix("input"))
+    without_tokens(module.graph)
     clean(module.graph)
     joint = Joint(module.graph, module, sources, placeholders, loss=loss, outputs=[None] * returned)
     output = next(node for node in module.graph.nodes if node.op == "output")
@@ -121,10 +125,15 @@ def _read(module: fx.GraphModule, sources: list[str], loss: int, returned: int) 
         elif kind == "GradAOTOutput":
             joint.gradients[int(desc.grad_of.target.removeprefix("input"))] = node
         elif kind == "PlainAOTOutput":
-            joint.outputs[desc.idx] = node
-        elif node is not None:
+            joint.outputs[desc.idx] = node if desc.idx == loss else _uncloned(node)
+        elif node is not None and "Token" not in kind:
             raise CaptureError.of(f"The step has an output of a kind that is not supported: {kind}.")
     return joint
+
+
+def _uncloned(node: Any) -> Any:
+    is_clone = isinstance(node, fx.Node) and node.target is torch.ops.aten.clone.default
+    return node.args[0] if is_clone else node
 
 
 def _constant_one(graph: fx.Graph, tangent: fx.Node) -> None:

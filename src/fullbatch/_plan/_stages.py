@@ -109,24 +109,27 @@ def _place(
     for task in forced:
         placed[task.id] = earliest[task.id]
         claim(task, earliest[task.id])
-    for task in targets:
-        if task.id in placed:
-            continue
-        natural = max((_known(value, producers, first_run, {}) for value in task.inputs), default=0)
-        stage = min(max(earliest[task.id], natural), deadline[task.id])
-        placed[task.id] = stage
-        claim(task, stage)
+    ready = dict.fromkeys(program.inputs.values(), 0)  # in which stage a value can be read, by what is placed
+    for task in program.tasks:
+        stage = max((ready[value] for value in task.inputs), default=0)
+        if task.kind in TARGETS:
+            if task.id not in placed:
+                natural = max((_known(value, producers, first_run) for value in task.inputs), default=0)
+                placed[task.id] = min(max(stage, natural), deadline[task.id])
+                claim(task, placed[task.id])
+            stage = placed[task.id] + 1
+        ready.update((out, stage) for out in task.outputs if out is not None)
     return first_run, placed
 
 
-def _known(value: int, producers: dict[int, Task], first_run: dict[int, int], seen: dict[int, int]) -> int:
+def _known(value: int, producers: dict[int, Task], first_run: dict[int, int]) -> int:
     """The last stage among those in which what leads to `value` is run already."""
-    answer, stack = 0, [value]
+    answer, stack, seen = 0, [value], set[int]()
     while stack:
         producer = producers.get(stack.pop())
         if producer is None or producer.id in seen or producer.kind not in (Kind.LOCAL, Kind.SLICE):
             continue
-        seen[producer.id] = 1
+        seen.add(producer.id)
         if producer.id in first_run:
             answer = max(answer, first_run[producer.id])
         else:

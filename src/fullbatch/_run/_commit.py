@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fullbatch._run._executor import covers_storage, has_dense_strides
+from fullbatch._axis._strides import has_dense_strides
+from fullbatch._run._executor import covers_storage
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fullbatch._axis._strides import has_dense_strides
 from fullbatch._ir import Kind, Layout, Program, Reduction, Task
 from fullbatch._plan._schedule import ALL, Action, Do, Schedule
 
@@ -176,23 +177,15 @@ def covers_storage(tensor: torch.Tensor) -> bool:
     return exact and has_dense_strides(tensor)
 
 
-def has_dense_strides(tensor: torch.Tensor) -> bool:
-    """Whether the strides are those of some permutation of a contiguous tensor."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
 def cut(whole: torch.Tensor, layout: Layout, begin: int, end: int, batch: int) -> torch.Tensor:
     """Samples [begin, end) of `whole` by `layout`: a view where the batch is outermost in its dimension."""
     if (begin, end) == (0, batch):
         return whole
     if layout.outer == 1:
-        return whole.narrow(layout.dim, begin * layout.inner, (end - begin) * layout.inner)
+        part = whole.narrow(layout.dim, begin * layout.inner, (end - begin) * layout.inner)
+        # Kernels rely on it that what was contiguous is: torch's layer norm backward reads the saved mean and rstd
+        # by position, whatever their strides.
+        return part.contiguous() if whole.is_contiguous() else part
     shape = whole.shape
     split = whole.reshape(*shape[: layout.dim], layout.outer, batch, layout.inner, *shape[layout.dim + 1 :])
     part = split.narrow(layout.dim + 1, begin, end - begin)

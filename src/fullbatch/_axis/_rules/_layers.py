@@ -50,7 +50,7 @@ def _convolution_backward(view: NodeView) -> Strategy | None:
     "aten._upsample_nearest_exact2d", "aten._upsample_nearest_exact3d", "aten.upsample_linear1d",
     "aten.upsample_bilinear2d", "aten.upsample_bicubic2d", "aten.upsample_trilinear3d",
     "aten._upsample_bilinear2d_aa", "aten._upsample_bicubic2d_aa", "aten._upsample_lanczos2d_aa",
-    "aten.grid_sampler_2d", "aten.grid_sampler_3d", "aten.affine_grid_generator",
+    "aten.grid_sampler_2d", "aten.grid_sampler_3d",
 )  # fmt: skip
 def _per_image(view: NodeView) -> Strategy | None:
     """Images are independent: every operand with the batch in front is cut there."""
@@ -80,6 +80,14 @@ def _resample_backward(view: NodeView) -> Strategy | None:
     if layout is None:
         return None
     return _batch_first(view, view.operands, {"input_size": scaled_shape(view.shape, layout)})
+
+
+@rule("aten.affine_grid_generator")
+def _affine_grid(view: NodeView) -> Strategy | None:
+    layout = _leading(view, view.operands[0])
+    if layout is None:
+        return None
+    return _batch_first(view, view.operands, {"size": scaled_shape(tuple(view.args["size"]), layout)})
 
 
 @rule("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward")

@@ -48,7 +48,7 @@ def _place(outer: int, inner: int, out: tuple[int, ...], begin: int, end: int, b
     return None
 
 
-@rule("aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias")
+@rule("aten.view", "aten._unsafe_view", "aten.reshape")
 def _view(view: NodeView) -> Strategy | None:
     source = view.operands[0]
     if source.layout is None:
