@@ -44,7 +44,7 @@ def load_scene() -> Scene:
     return Scene(photographs, slabs.astype(np.int64))
 
 
-def tiles(scene: Scene, count: int, size: int, seed: int) -> Batch:
+def tiles(scene: Scene, count: int, size: int, seed: int, dtype: torch.dtype = torch.float32) -> Batch:
     """A batch of random square tiles, half of them upside down: images (count, 6, size, size) and depth labels.
 
     Not mirrored left to right: that would turn the disparities around. Kept in numpy until the end, so that the memory
@@ -60,4 +60,4 @@ def tiles(scene: Scene, count: int, size: int, seed: int) -> Batch:
         window = (slice(top, top + size), slice(left, left + size))
         images[index] = scene.photographs[(slice(None), *window)][:, flip] / 127.5 - 1.0
         depth[index] = scene.slabs[window][flip]
-    return {"images": torch.tensor(images), "depth": torch.tensor(depth)}
+    return {"images": torch.tensor(images, dtype=dtype), "depth": torch.tensor(depth)}

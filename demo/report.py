@@ -26,8 +26,11 @@ from fullbatch._size import format_bytes
 
 CAP_SHARE = 0.57
 """The cap as a share of plain PyTorch's peak: well below what it needs, well above its parameters and batch."""
-TOLERANCE = 1e-3
-"""Relative difference that float32 may make in a gradient: sums over a million pixels, taken in another order."""
+SLACK = 2.0
+"""How many times as far from the float64 gradient fullbatch may be as plain float32 is: both only round, in two orders."""
+CURVE_TOLERANCE = 5e-3
+"""Relative difference of two loss curves after some steps, which amplify rounding. A gradient averaged over parts of the
+batch, which is not the full batch's, gives several times this."""
 
 
 @dataclass
@@ -61,7 +64,7 @@ def compare(script: Path, out: Path, steps: int, extra: list[str]) -> int:
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
 
         def run(name: str, kind: str, cap: int | None) -> Run:
-            task = progress.add_task(name, total=steps, note="")
+            task = progress.add_task(name, total=1 if kind == "float64" else steps, note="")
             command = [sys.executable, str(script), "--child", kind, *extra]
             command += ["--cap", str(cap)] if cap is not None else []
             return follow(name, command, out / f"{name.replace(' ', '-').replace(',', '')}.json", progress, task)
@@ -70,16 +73,20 @@ def compare(script: Path, out: Path, steps: int, extra: list[str]) -> int:
         if plain.died:
             console.print(f"The uncapped run failed: {plain.died}", style="red")
             return 1
+        exact = run("plain, float64, one step", "float64", None)
+        if exact.died:
+            console.print(f"The float64 run failed: {exact.died}", style="red", markup=False)
+            return 1
         cap = int(plain.peak * CAP_SHARE)
         capped = run("plain, capped", "plain", cap)
         ours = run("fullbatch, capped", "fullbatch", cap)
     if ours.plan:
         console.print(ours.plan, markup=False, highlight=False, soft_wrap=True)
-    console.print(table([plain, capped, ours], cap))
+    console.print(table([plain, capped, ours], exact, cap))
     picture = out / "segmentation.png"
     draw(plain, ours, cap, picture)
     console.print(f"picture: {picture}")
-    return verdict(console, plain, capped, ours, cap)
+    return verdict(console, plain, exact, capped, ours, cap)
 
 
 def follow(name: str, command: list[str], out: Path, progress: Progress, task: TaskID) -> Run:
@@ -132,7 +139,7 @@ def read_fact(line: str) -> dict[str, Any]:
 
 
 def gradient_difference(one: Run, other: Run) -> float:
-    """The largest difference of any parameter's gradient, relative to that gradient's largest entry."""
+    """The largest difference of any parameter's first gradient, relative to the largest entry of ``one``'s."""
     return max(float((other.gradients[n] - g).abs().max() / g.abs().max()) for n, g in one.gradients.items())
 
 
@@ -140,20 +147,21 @@ def loss_difference(one: Run, other: Run) -> float:
     return max(abs(a - b) / abs(a) for a, b in zip(one.losses, other.losses, strict=True))
 
 
-def table(runs: list[Run], cap: int) -> Table:
+def table(runs: list[Run], exact: Run, cap: int) -> Table:
     result = Table(title=f"the same training, three times; the cap is {cap:,} bytes ({format_bytes(cap)})")
-    for heading in ("run", "peak bytes", "s per step", "gradient difference", "loss difference"):
-        wraps = heading.endswith("difference")
+    for heading in ("run", "peak bytes", "s/step", "gradient to plain's", "gradient to float64's", "loss to plain's"):
+        wraps = heading.endswith("'s")
+        # "to plain's" is the largest relative difference to that run: its own is 0.
         result.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=not wraps)
     for run in runs:
         if run.died:
             words = (f"> {cap:,}", "[red]died[/]") if run.out_of_memory else ("-", "[red]failed[/]")
-            result.add_row(run.name, *words, "-", "-")
+            result.add_row(run.name, *words, "-", "-", "-")
             continue
-        same = run is runs[0]
-        gradient = "reference" if same else f"{gradient_difference(runs[0], run):.1e}"
-        loss = "reference" if same else f"{loss_difference(runs[0], run):.1e}"
-        result.add_row(run.name, f"{run.peak:,}", f"{median(run.seconds):.2f}", gradient, loss)
+        off = [f"{gradient_difference(one, run):.1e}" for one in (runs[0], exact)]
+        result.add_row(
+            run.name, f"{run.peak:,}", f"{median(run.seconds):.2f}", *off, f"{loss_difference(runs[0], run):.1e}"
+        )
     return result
 
 
@@ -180,12 +188,13 @@ def draw(plain: Run, ours: Run, cap: int, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def verdict(console: Console, plain: Run, capped: Run, ours: Run, cap: int) -> int:
+def verdict(console: Console, plain: Run, exact: Run, capped: Run, ours: Run, cap: int) -> int:
     console.print(f"plain PyTorch under the cap: {capped.died or 'did not die'}", markup=False, highlight=False)
     if ours.died:
         console.print(f"fullbatch under the cap died: {ours.died}", style="red", markup=False)
         return 1
-    good = capped.out_of_memory and max(gradient_difference(plain, ours), loss_difference(plain, ours)) < TOLERANCE
+    near = gradient_difference(exact, ours) <= SLACK * gradient_difference(exact, plain)
+    good = capped.out_of_memory and near and loss_difference(plain, ours) < CURVE_TOLERANCE
     if available() is None:
         good = good and ours.peak <= cap
     console.print(

@@ -4,7 +4,8 @@
 
 Three runs of the same training, each in its own process so that its memory is its own: plain PyTorch without a cap,
 plain PyTorch under a cap of 57 % of what that took, and fullbatch under the very same cap. The first is there to be
-compared with: the loss curves must agree, and so must the gradients of the first step.
+compared with: the loss curves must agree, and so must the gradients of the first step. How far float32 itself is off,
+a single plain step in float64 says: fullbatch's gradient must be about as near to that one as plain PyTorch's is.
 
 This file holds the training itself, the part that a user would write; ``report.py`` starts the runs and compares them.
 """
@@ -68,7 +69,7 @@ def prepare_fullbatch(model: nn.Module, first: Batch, optimizer: Optimizer, cap:
     return step
 
 
-PREPARE = {"plain": prepare_plain, "fullbatch": prepare_fullbatch}
+PREPARE = {"plain": prepare_plain, "fullbatch": prepare_fullbatch, "float64": prepare_plain}
 
 
 def say(**facts: object) -> None:
@@ -85,10 +86,11 @@ def train(kind: str, job: Job, cap: int | None, out: Path) -> None:
     counter = start_counting(cap, scene)
     resident = process_bytes("VmHWM") if counter is None else 0
     torch.manual_seed(0)
-    model = UNet(6, CLASSES, width=job.width)
+    dtype = torch.float64 if kind == "float64" else torch.float32
+    model = UNet(6, CLASSES, width=job.width).to(dtype)
     # foreach=False and plain SGD: Adam's first steps divide a gradient by its own size, which would blow up rounding.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    batch = tiles(scene, job.count, job.size, seed=0)
+    batch = tiles(scene, job.count, job.size, seed=0, dtype=dtype)
     began = time.perf_counter()
     step = PREPARE[kind](model, batch, optimizer, cap)
     say(prepared=time.perf_counter() - began)
@@ -96,10 +98,10 @@ def train(kind: str, job: Job, cap: int | None, out: Path) -> None:
     losses: list[float] = []
     seconds: list[float] = []
     timeline: list[tuple[float, int]] = []
-    for index in range(job.steps):
+    for index in range(1 if kind == "float64" else job.steps):
         if index:
             del batch
-            batch = tiles(scene, job.count, job.size, seed=index)
+            batch = tiles(scene, job.count, job.size, seed=index, dtype=dtype)
         if index == 1 and counter is not None:  # the first step warms up: the second one is drawn
             counter.record()
         began = time.perf_counter()

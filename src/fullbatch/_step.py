@@ -11,6 +11,7 @@ import torch
 
 from fullbatch._captured import Captured, Request
 from fullbatch._capture._frontend import Frontend
+from fullbatch._capture._modules import traceable
 from fullbatch._errors import BatchError, FullbatchError
 from fullbatch._hooks import refuse_hooks
 from fullbatch._memory._free import RESERVE, free_bytes
@@ -126,7 +127,8 @@ class Step:
         self._call = call
         moved = self._device if any(leaf.device != self._device for leaf in call.leaves) else None
         try:
-            result = self._frontend(self._model, batch, moved)
+            with traceable(self._model):
+                result = self._frontend(self._model, batch, moved)
         finally:
             self._call = None
             if self._frontend.captures > captures and not call.only_plan:

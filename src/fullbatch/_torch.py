@@ -7,6 +7,7 @@ document as public.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
@@ -51,7 +52,16 @@ def capture_settings() -> contextlib.AbstractContextManager[Any]:
         fail_on_recompile_limit_hit=True,
         capture_scalar_outputs=False,
         suppress_errors=False,
+        skip_nnmodule_hook_guards=False,  # a forward hook added later must be noticed
+        ignore_logging_functions=_logging_functions(),  # a message is no reason to refuse a model
     )
+
+
+def _logging_functions() -> set[Any]:
+    """Logger methods, those that libraries add to the class among them (transformers' warning_once)."""
+    names = ("debug", "info", "warning", "error", "warning_once", "info_once", "warning_advice", "log")
+    found = {getattr(logging.Logger, name, None) for name in names} - {None}
+    return found | set(torch._dynamo.config.ignore_logging_functions)
 
 
 def guarded(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -286,7 +286,7 @@ class Builder:
         schema = node.target._schema.arguments  # type: ignore[union-attr]
         args = {argument.name: convert(value) for argument, value in zip(schema, node.args, strict=False)}
         args |= {name: convert(value) for name, value in node.kwargs.items()}
-        out = node.meta["val"]
+        out = node.meta.get("val")
         outputs = tuple(
             tuple(item.shape) if isinstance(item, torch.Tensor) else None
             for item in (out if isinstance(out, (list, tuple)) else [out])
