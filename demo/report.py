@@ -27,10 +27,10 @@ from fullbatch._size import format_bytes
 CAP_SHARE = 0.57
 """The cap as a share of plain PyTorch's peak: well below what it needs, well above its parameters and batch."""
 SLACK = 2.0
-"""How many times as far from the float64 gradient fullbatch may be as plain float32 is: both only round, in two orders."""
+"""How many times as far from the float64 gradient fullbatch may be as plain float32 is: both round, in two orders."""
 CURVE_TOLERANCE = 5e-3
-"""Relative difference of two loss curves after some steps, which amplify rounding. A gradient averaged over parts of the
-batch, which is not the full batch's, gives several times this."""
+"""Relative difference of two loss curves after some steps, which amplify rounding. A gradient averaged over parts of
+the batch, which is not the full batch's, gives several times this."""
 
 
 @dataclass
@@ -149,9 +149,9 @@ def loss_difference(one: Run, other: Run) -> float:
 
 def table(runs: list[Run], exact: Run, cap: int) -> Table:
     result = Table(title=f"the same training, three times; the cap is {cap:,} bytes ({format_bytes(cap)})")
-    for heading in ("run", "peak bytes", "s/step", "gradient to plain's", "gradient to float64's", "loss to plain's"):
-        wraps = heading.endswith("'s")
-        # "to plain's" is the largest relative difference to that run: its own is 0.
+    for heading in ("run", "peak bytes", "s/step", "grad. vs plain", "grad. vs float64", "loss vs plain"):
+        wraps = " vs " in heading
+        # "vs plain" is the largest relative difference to that run: its own is 0.
         result.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=not wraps)
     for run in runs:
         if run.died:

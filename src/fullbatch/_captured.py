@@ -24,7 +24,7 @@ from fullbatch._plan._plan import Plan
 from fullbatch._plan._planner import Choice, Planner
 from fullbatch._plan._stages import Stages, find_stages
 from fullbatch._run._commit import Pending
-from fullbatch._run._executor import Executor
+from fullbatch._run._executor import RANDOM_BYTES, Executor
 from fullbatch._tree import BatchShape
 
 
@@ -90,21 +90,23 @@ class Captured:
     def plan(self, request: Request) -> tuple[Plan, Executor]:
         """The plan for `request`, made once. Raises BudgetError."""
         if request not in self._planned:
-            room = None if request.budget is None else request.budget - request.owned
+            room = None if request.budget is None else request.budget - request.owned - RANDOM_BYTES
             choice = self._planner.choose(room, request.microbatch, request.owned)
             self._planned[request] = (self._describe(choice, request), Executor(self.program, choice.schedule))
         return self._planned[request]
 
     def _describe(self, choice: Choice, request: Request) -> Plan:
+        draws = RANDOM_BYTES if any(task.random for task in self.program.tasks) else 0
+        activations = choice.simulated.peak + draws
         return Plan(
             batch=self.program.batch,
             microbatch=choice.size,
             microbatches=len(choice.schedule.samples),
             stages=self.stages.count,
-            predicted_peak=request.owned + choice.simulated.peak,
+            predicted_peak=request.owned + activations,
             budget=request.budget,
             owned=request.owned,
-            activations=choice.simulated.peak,
+            activations=activations,
             recomputed=choice.schedule.recomputes(self.program),
             held=choice.schedule.held(self.program),
             exact=choice.exact,

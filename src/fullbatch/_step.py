@@ -84,7 +84,6 @@ class Step:
         self._call: _Call | None = None
         self._warned = False
         self._changes: list[str] = []
-        self._example = batch
         _check_microbatch(microbatch, find_batch(batch, batch_dims).size, example=True)
         self._plan = self._prepare(batch)
 

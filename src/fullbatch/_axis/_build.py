@@ -536,10 +536,21 @@ def _fields(node: fx.Node, used_fn: Any = None) -> dict[str, Any]:
     packet = str(target).split(".")[1]
     return {
         "single": not isinstance(node.meta["val"], (list, tuple)),
-        "random": torch.Tag.nondeterministic_seeded in target.tags,  # type: ignore[union-attr]
+        "random": torch.Tag.nondeterministic_seeded in target.tags and _draws(node),  # type: ignore[union-attr]
         "view": packet in _VIEWS,
         "flops": _torch.flops_of(target, args, kwargs, node.meta["val"]),
     }
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a random operator draws with these arguments: attention without dropout does not."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if "dropout_p" in names:
+        return bool(given.get("dropout_p", 0.0))
+    if "native_dropout" in str(node.target):
+        return bool(given.get("p")) and given.get("train") is not False
+    return True
 
 
 def build(joint: Any, layouts: dict[int, Layout], batch: int, reslice_above: int = RESLICE_ABOVE) -> Program:

@@ -86,6 +86,19 @@ def trace_memory(fn: Callable[[], Any], device: torch.device | str = "cpu") -> l
     return _traced(fn, torch.device(device))[0]
 
 
+MemoryEvents = list[tuple[int, int]]
+
+
+def memory_events(fn: Callable[[], Any]) -> MemoryEvents:
+    """Calls ``fn()`` once; (time.time_ns(), bytes) of each allocation and free on the CPU, in order.
+
+    For a caller that notes the time itself and asks what was allocated between two notes. Raises MeasureError if a
+    profiler is already running.
+    """
+    events, _, _, began_ns = _raw(fn, torch.device("cpu"))
+    return [(began_ns + round(at * 1e3), nbytes) for at, nbytes in events]
+
+
 def _sum(events: list[tuple[float, int]], seconds: float) -> tuple[int, int, tuple[tuple[float, int], ...]]:
     peak = level = 0
     timeline = [(0.0, 0)]
@@ -98,6 +111,11 @@ def _sum(events: list[tuple[float, int]], seconds: float) -> tuple[int, int, tup
 
 
 def _traced(fn: Callable[[], Any], device: torch.device) -> tuple[list[tuple[float, int]], Any, float]:
+    events, result, seconds, _ = _raw(fn, device)
+    return events, result, seconds
+
+
+def _raw(fn: Callable[[], Any], device: torch.device) -> tuple[list[tuple[float, int]], Any, float, int]:
     # torch itself does not refuse: the inner profiler silently ends the outer one's session.
     if profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
         raise MeasureError.of(
@@ -119,7 +137,7 @@ def _traced(fn: Callable[[], Any], device: torch.device) -> tuple[list[tuple[flo
             if at.device.type == device.type and (device.type == "cpu" or device.index in (None, at.device.index)):
                 found.append((event.start_time_ns, at.ptr, at.alloc_size))
     found.sort(key=lambda one: one[0])
-    return _own(found, began_ns, device), result, seconds
+    return _own(found, began_ns, device), result, seconds, began_ns
 
 
 def _own(found: list[tuple[int, int, int]], began_ns: int, device: torch.device) -> list[tuple[float, int]]:

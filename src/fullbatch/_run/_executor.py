@@ -19,6 +19,9 @@ from fullbatch._plan._schedule import ALL, Action, Do, Schedule
 
 _Slot = tuple[int, int]
 
+# The state of the default generator (a Mersenne twister) is kept in a tensor while a step with random operators runs.
+RANDOM_BYTES = 2 * 5056
+
 
 class Executor:
     """A schedule bound to its program, ready to run many times.
