@@ -17,6 +17,7 @@ from torch import fx
 
 from fullbatch import _torch
 from fullbatch._axis import _expand
+from fullbatch._axis._kernels import KERNELS
 from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy
 from fullbatch._axis._origin import Origins
 from fullbatch._axis._rules import RULES
@@ -175,7 +176,7 @@ class Builder:
                 next="replace torch.cond / while_loop by torch.where",
             )
         out = self.value(tensor, name=str(node.target))
-        self.emit(Kind.ONCE, lambda: tensor, (), (), (out,))
+        self.emit(Kind.ONCE, lambda: tensor, (), (), (out,), view=True)
         self._of[node] = out
 
     def of(self, node: fx.Node) -> int:
@@ -332,8 +333,8 @@ class Builder:
             standing.append(stands)
         args, kwargs = _template(node, view, strategy.patch)
         self.emit(
-            Kind.LOCAL, strategy.fn or node.target, args, ids, outputs, kwargs,  # type: ignore[arg-type]
-            **_fields(node, used_fn=strategy.fn),
+            Kind.LOCAL, strategy.fn or _kernel(node), args, ids, outputs, kwargs,  # type: ignore[arg-type]
+            **_fields(node),
         )  # fmt: skip
         for position, value, how in pending:
             standing[position] = self.reduce(value, metas[position], how)
@@ -367,7 +368,7 @@ class Builder:
             for position, meta in enumerate(metas)
         ]
         args, kwargs = _template(node, view, {})
-        self.emit(Kind.ONCE, node.target, args, ids, outputs, kwargs, **_fields(node))  # type: ignore[arg-type]
+        self.emit(Kind.ONCE, _kernel(node), args, ids, outputs, kwargs, **_fields(node))  # type: ignore[arg-type]
         if coupled:
             why = "couples the samples" if RULES.find(view.name) or is_pointwise(node.target) else "no rule knows it"
             size = sum(self._nbytes(out) for out in outputs if out is not None)
@@ -490,6 +491,10 @@ def _then_nothing(check: Any) -> Callable[..., torch.Tensor]:
     return checked
 
 
+def _kernel(node: fx.Node) -> Any:
+    return KERNELS.get(node.target, node.target)
+
+
 def _metas(node: fx.Node) -> list[Any]:
     out = node.meta["val"]
     return list(out) if isinstance(out, (list, tuple)) else [out]
@@ -530,7 +535,7 @@ def _after(node: fx.Node, name: str) -> list[Any]:
     return arguments[position + 1 :]
 
 
-def _fields(node: fx.Node, used_fn: Any = None) -> dict[str, Any]:
+def _fields(node: fx.Node) -> dict[str, Any]:
     target = node.target
     args, kwargs = _torch.tree_map(lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, (node.args, node.kwargs))
     packet = str(target).split(".")[1]

@@ -37,6 +37,8 @@ def clean(graph: fx.Graph) -> None:
         if node.target in _SAME:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif node.target is aten.copy.default:
+            _as_source(graph, node)
         elif node.target in _NO_VALUE:
             graph.erase_node(node)
         elif node.target in _FILLS:
@@ -65,6 +67,24 @@ def without_tokens(graph: fx.Graph) -> None:
             if node.users:
                 raise CaptureError.of(f"The step calls {operator}, an operator with side effects and a result.")
             graph.erase_node(node)
+
+
+def _as_source(graph: fx.Graph, node: fx.Node) -> None:
+    """copy(into, source) is the source in the other's shape and dtype; what `into` held is not read."""
+    source, out = node.args[1], node.meta["val"]
+    assert isinstance(source, fx.Node)
+    with graph.inserting_before(node):
+        for target, args, kwargs, changes in (
+            (aten._to_copy.default, (), {"dtype": out.dtype}, source.meta["val"].dtype != out.dtype),
+            (aten.expand.default, (list(out.shape),), {}, source.meta["val"].shape != out.shape),
+        ):
+            if changes:
+                converted = graph.call_function(target, (source, *args), kwargs)
+                with source.meta["val"].fake_mode:
+                    converted.meta = {**node.meta, "val": target(source.meta["val"], *args, **kwargs)}
+                source = converted
+    node.replace_all_uses_with(source)
+    graph.erase_node(node)
 
 
 def _contiguous(node: fx.Node, at: int) -> bool:

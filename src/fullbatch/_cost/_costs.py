@@ -56,6 +56,8 @@ def _estimate(program: Program, task: Task, samples: int, time: float) -> TaskCo
             continue
         alias = task.inputs[0] if (task.view or task.kind is Kind.REDUCE) and task.inputs else None
         nbytes = 0 if alias is not None else program.values[value].nbytes(samples, program.batch)
+        if task.view and not task.inputs:  # a constant that the graph holds
+            nbytes = 0
         if task.kind is Kind.REDUCE:
             nbytes = program.values[value].nbytes(None, program.batch)
         if task.kind is Kind.ONCE and task.kernel is not None and task.kernel.name == "_filled":

@@ -1,0 +1,46 @@
+"""Operators that torch implements by copying the whole storage behind a view, written to copy what is read.
+
+`slice_scatter` and its kin clone `self` with its strides and everything between them. For a microbatch, a view of
+the whole batch, that would be a copy of the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    out = _copy(x)
+    aten.slice.Tensor(out, dim, start, end, step).copy_(src)
+    return out
+
+
+def _select_scatter(x: Any, src: Any, dim: int, index: int) -> Any:
+    out = _copy(x)
+    out.select(dim, index).copy_(src)
+    return out
+
+
+def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    out = _copy(x)
+    out.diagonal(offset, dim1, dim2).copy_(src)
+    return out
+
+
+KERNELS: dict[Any, Any] = {
+    aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _select_scatter,
+    aten.diagonal_scatter.default: _diagonal_scatter,
+}
+"""What runs in place of an operator, everywhere."""
+
+for _target, _fn in KERNELS.items():
+    _fn._qualified = str(_target)
