@@ -15,6 +15,7 @@ from fullbatch._errors import (
 from fullbatch._memory._measure import Measurement, measure
 from fullbatch._plan._plan import Plan
 from fullbatch._step import Step
+from fullbatch._verify import Certificate
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "BatchError",
     "BudgetError",
     "CaptureError",
+    "Certificate",
     "Fault",
     "FullbatchError",
     "LossError",

@@ -6,7 +6,7 @@ tensors at a call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,10 @@ class Request:
 class Captured:
     """The graph of one call signature. `run` executes it; `plan` says how."""
 
-    def __init__(self, graph: fx.GraphModule, reslice_above: int = RESLICE_ABOVE) -> None:
+    def __init__(self, graph: fx.GraphModule, reslice_above: int = RESLICE_ABOVE, measure: bool = True) -> None:
         self._graph = graph
         self._reslice_above = reslice_above
+        self._measures = measure
         self._planned: dict[Request, tuple[Plan, Executor]] = {}
         self._ready = False
 
@@ -71,7 +72,7 @@ class Captured:
         self._ready = True
 
     def _measure(self, samples: frozenset[int]) -> Coster | None:
-        return self._prober.costs(samples)
+        return self._prober.costs(samples) if self._measures else None
 
     def _refuse_mutated_batch(self) -> None:
         wrong = [self.joint.sources[at] for at in self.joint.mutated if at in self.batch_positions]
@@ -104,6 +105,7 @@ class Captured:
             microbatches=len(choice.schedule.samples),
             stages=self.stages.count,
             predicted_peak=request.owned + activations,
+            plain_peak=request.owned + self._planner.plain_peak(),
             budget=request.budget,
             owned=request.owned,
             activations=activations,
@@ -117,9 +119,11 @@ class Captured:
             schedule=choice.schedule,
         )
 
-    def run(self, executor: Executor, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], Pending]:
+    def run(
+        self, executor: Executor, inputs: Sequence[torch.Tensor], drawn: Callable[[int, int, Any], None] | None = None
+    ) -> tuple[list[Any], Pending]:
         """Runs one step; returns the graph's outputs, and the gradients and buffers that are to be written."""
-        results = executor.run({at: inputs[at] for at in self.program.inputs})
+        results = executor.run({at: inputs[at] for at in self.program.inputs}, drawn)
         found = dict(zip(self.program.outputs, results, strict=True))
         values = self.joint.values
 

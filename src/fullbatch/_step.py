@@ -12,15 +12,17 @@ import torch
 from fullbatch._captured import Captured, Request
 from fullbatch._capture._frontend import Frontend
 from fullbatch._capture._modules import traceable
-from fullbatch._errors import BatchError, FullbatchError
+from fullbatch._errors import BatchError, FullbatchError, VerifyError
 from fullbatch._hooks import refuse_hooks
 from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._memory._owned import owned_bytes
 from fullbatch._plan._plan import Plan
+from fullbatch._replay import Draws
 from fullbatch._run._commit import Pending, commit
 from fullbatch._run._executor import Executor
 from fullbatch._size import parse_bytes
 from fullbatch._tree import BatchShape, check_devices, find_batch, leaves, modules, named_tensors
+from fullbatch._verify import Certificate, LastBatch, verify
 
 
 class _PlannedOnly(Exception):
@@ -34,6 +36,7 @@ class _Call:
     leaves: list[torch.Tensor]
     shape: BatchShape
     only_plan: bool
+    drawn: Callable[[int, int, Any], None] | None = None  # receives what random operators draw
     pending: Pending | None = None
     inputs: Sequence[torch.Tensor] = ()
     plan: Plan | None = None
@@ -64,6 +67,8 @@ class Step:
             anything has run.
     """
 
+    _measures = True  # operators are run alone for their exact bytes; `explain` runs nothing
+
     def __init__(
         self,
         loss_fn: Callable[[Any, Any], Any],
@@ -86,6 +91,7 @@ class Step:
         self._changes: list[str] = []
         _check_microbatch(microbatch, find_batch(batch, batch_dims).size, example=True)
         self._plan = self._prepare(batch)
+        self._last = LastBatch(batch)
 
     # ---- what the user sees
 
@@ -96,7 +102,42 @@ class Step:
 
     def __call__(self, batch: Any) -> Any:
         """One step: adds to `.grad`, updates buffers, returns the loss or `(loss, aux)`."""
+        self._last = LastBatch(batch)
+        return self._finish(batch, self._start(batch, only_plan=False))
+
+    def verify(self, batch: Any = None, dtype: torch.dtype | None = torch.float64) -> Certificate:
+        """Runs the plain step and the planned one on copies and compares loss, every gradient and every buffer.
+
+        Args:
+            batch: what to compare on; None: the last batch, if it is still alive. As many of its samples are used as
+                fit for the plain step.
+            dtype: the precision of the comparison; None: the model's own.
+
+        Raises:
+            VerifyError: the last batch is gone, or the model cannot be copied.
+        """
+        batch = self._last.get() if batch is None else batch
+        if batch is None:
+            raise VerifyError.of(
+                "The last batch is no longer in memory.", expected="a batch to compare on", next="step.verify(batch)"
+            )
+        shape = find_batch(batch, self._batch_dims)
+        need = self._plan.plain_peak * shape.size // max(self._plan.batch, 1)
+        return verify(self._twin_step, self._loss_fn, self._model, batch, shape, self._plan.microbatch, dtype, need)
+
+    def _twin_step(self, model: Any, batch: Any, microbatch: int) -> Step:
+        return Step(self._loss_fn, model, batch, microbatch=microbatch, batch_dims=self._batch_dims)
+
+    def _call_with(self, batch: Any, draws: Draws) -> Any:
+        """One step that records what its random operators draw."""
         call = self._start(batch, only_plan=False)
+        call.drawn = draws.record
+        result = self._finish(batch, call)
+        assert call.captured is not None
+        draws.join(call.captured.program, self._plan.schedule.samples)
+        return result
+
+    def _finish(self, batch: Any, call: _Call) -> Any:
         result = self._invoke(batch, call)
         assert call.pending is not None and call.plan is not None
         self._plan = call.plan
@@ -139,7 +180,7 @@ class Step:
         return result
 
     def _on_graph(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
-        captured = Captured(graph)
+        captured = Captured(graph, measure=self._measures)
         return lambda *inputs: self._run(captured, inputs)
 
     def _run(self, captured: Captured, inputs: Sequence[torch.Tensor]) -> Any:
@@ -150,7 +191,7 @@ class Step:
         call.plan, executor = self._plan_for(captured, call)
         if call.only_plan:
             raise _PlannedOnly
-        outputs, call.pending = captured.run(executor, inputs)
+        outputs, call.pending = captured.run(executor, inputs, call.drawn)
         call.inputs = inputs
         return outputs
 

@@ -19,10 +19,14 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 # torch.utils._pytree: registering and flattening of nests is public only in C++ form (optree); transformers
 # registers its outputs here.
+# Sees every operator that plain PyTorch runs; documented only as an extension point.
+DispatchMode = TorchDispatchMode
+
 tree_flatten = pytree.tree_flatten
 tree_unflatten = pytree.tree_unflatten
 tree_map = pytree.tree_map

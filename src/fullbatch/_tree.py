@@ -32,27 +32,27 @@ def leaves(nest: Any, path: str = "batch") -> Iterator[tuple[str, torch.Tensor]]
             yield from leaves(getattr(nest, field.name), f"{path}.{field.name}")
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> Any:
-    """A copy of `nest` with `fn` applied to each tensor; what is no tensor is shared."""
-    if isinstance(nest, torch.Tensor):
+def map_tensors(fn: Callable[[Any], Any], nest: Any, leaf: type = torch.Tensor) -> Any:
+    """A copy of `nest` with `fn` applied to each tensor (or other `leaf`); what is no tensor is shared."""
+    if isinstance(nest, leaf):
         return fn(nest)
     if isinstance(nest, Mapping):
         if isinstance(nest, dict) and type(nest) is dict:
-            return {key: map_tensors(fn, item) for key, item in nest.items()}
+            return {key: map_tensors(fn, item, leaf) for key, item in nest.items()}
         twin = copy.copy(nest)
         if hasattr(twin, "data") and isinstance(twin.data, dict):  # a UserDict shares its data with its copy
             twin.data = dict(twin.data)
         for key in nest:
-            twin[key] = map_tensors(fn, nest[key])  # type: ignore[index]
+            twin[key] = map_tensors(fn, nest[key], leaf)  # type: ignore[index]
         return twin
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(map_tensors(fn, item) for item in nest))
+        return type(nest)(*(map_tensors(fn, item, leaf) for item in nest))
     if isinstance(nest, (list, tuple)):
-        return type(nest)(map_tensors(fn, item) for item in nest)
+        return type(nest)(map_tensors(fn, item, leaf) for item in nest)
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         twin = copy.copy(nest)
         for field in dataclasses.fields(nest):
-            object.__setattr__(twin, field.name, map_tensors(fn, getattr(nest, field.name)))
+            object.__setattr__(twin, field.name, map_tensors(fn, getattr(nest, field.name), leaf))
         return twin
     return nest
 

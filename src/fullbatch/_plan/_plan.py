@@ -25,6 +25,7 @@ class Plan:
     microbatches: int
     stages: int
     predicted_peak: int
+    plain_peak: int
     budget: int | None
     owned: int
     activations: int
@@ -48,6 +49,7 @@ class Plan:
         table.add_row("peak memory", f"{format_bytes(self.predicted_peak)} ({how})")
         table.add_row("  owned before", format_bytes(self.owned))
         table.add_row("  while it runs", format_bytes(self.activations))
+        table.add_row("plain step", f"{format_bytes(self.plain_peak)} (predicted from shapes: the whole batch at once)")
         table.add_row("budget", format_bytes(self.budget) if self.budget is not None else "none given")
         table.add_row("held across stages", f"{self.held} values a microbatch")
         table.add_row("recomputed", f"{self.recomputed} runs of {self.schedule.count_runs()}")

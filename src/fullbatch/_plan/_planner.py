@@ -53,6 +53,7 @@ class Planner:
     def __init__(self, program: Program, stages: Stages, measure: Callable[[frozenset[int]], Coster | None]) -> None:
         self._program, self._stages, self._measure = program, stages, measure
         self._estimate = estimated(program)
+        self._plain: int | None = None
         self._keeps: dict[float, frozenset[int]] = {}
 
     def choose(self, room: int | None, microbatch: int | None, owned: int) -> Choice:
@@ -70,6 +71,12 @@ class Planner:
                 return choice
         assert best is not None
         raise self._too_small(best, owned + (room or 0), owned)
+
+    def plain_peak(self) -> int:
+        """Bytes that the whole batch at once allocates, by estimate."""
+        if self._plain is None:
+            self._plain = self._candidate(0.0, self._program.batch).simulated.peak
+        return self._plain
 
     def _candidates(self, room: int | None, microbatch: int | None) -> list[_Candidate]:
         """At most one microbatch size for each price, fastest first; those that do not fit last, smallest first."""
