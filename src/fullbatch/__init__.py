@@ -12,6 +12,7 @@ from fullbatch._errors import (
     ModelError,
     VerifyError,
 )
+from fullbatch._memory._ledger import Ledger, explain
 from fullbatch._memory._measure import Measurement, measure
 from fullbatch._plan._plan import Plan
 from fullbatch._step import Step
@@ -26,6 +27,7 @@ __all__ = [
     "Certificate",
     "Fault",
     "FullbatchError",
+    "Ledger",
     "LossError",
     "MeasureError",
     "Measurement",
@@ -34,5 +36,6 @@ __all__ = [
     "Plan",
     "Step",
     "VerifyError",
+    "explain",
     "measure",
 ]

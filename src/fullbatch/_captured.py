@@ -74,6 +74,10 @@ class Captured:
     def _measure(self, samples: frozenset[int]) -> Coster | None:
         return self._prober.costs(samples) if self._measures else None
 
+    def measured(self, samples: int) -> Coster | None:
+        """Exact costs of all tasks for one microbatch size."""
+        return self._prober.costs(frozenset([samples]))
+
     def _refuse_mutated_batch(self) -> None:
         wrong = [self.joint.sources[at] for at in self.joint.mutated if at in self.batch_positions]
         if wrong:

@@ -1,0 +1,166 @@
+"""`explain`: where the memory of the plain step goes, without running it.
+
+The plain step is captured on tensors without storage and walked at the whole batch. At the moment of its peak every
+byte that is live has a reason: it is owned, it is a gradient, it is kept for the backward, or it is work in progress.
+Each operator is run alone, one at a time, for the memory it needs inside itself, where that much is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fullbatch._captured import Captured
+from fullbatch._cost._costs import Coster, estimated
+from fullbatch._ir import Origin, Program
+from fullbatch._memory._free import free_bytes
+from fullbatch._memory._owned import Owned, owned_bytes
+from fullbatch._plan._keep import choose_keep
+from fullbatch._plan._schedule import Do, Schedule, make_schedule
+from fullbatch._size import format_bytes
+from fullbatch._step import Step
+from fullbatch._tree import leaves, named_tensors
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Predicted bytes of the plain step at its peak, by kind and by module.
+
+    `gradients` counts those made by the step up to the peak; `owned.gradients` those that were there before.
+    """
+
+    owned: Owned
+    gradients: int
+    activations: int
+    working: int
+    moment: str
+    modules: dict[str, int]
+    exact: bool
+
+    @property
+    def peak(self) -> int:
+        """All of it together."""
+        return self.owned.total + self.gradients + self.activations + self.working
+
+    def __rich__(self) -> Table:
+        how = "predicted, operators measured alone" if self.exact else "predicted from shapes"
+        table = Table(title=f"plain step: {format_bytes(self.peak)} at its peak ({how})", title_justify="left")
+        for name in ("what", "bytes", "share"):
+            table.add_column(name, justify="left" if name == "what" else "right")
+        rows = [
+            ("parameters", self.owned.parameters), ("buffers", self.owned.buffers),
+            ("gradients before the step", self.owned.gradients), ("optimizer state", self.owned.optimizer),
+            ("inputs", self.owned.batch), ("gradients made by the peak", self.gradients),
+            ("activations kept for the backward", self.activations), ("working memory at the peak", self.working),
+        ]  # fmt: skip
+        for name, nbytes in rows:
+            table.add_row(name, format_bytes(nbytes), f"{nbytes / max(self.peak, 1):.0%}")
+        table.add_section()
+        shown = sorted(self.modules.items(), key=lambda item: -item[1])
+        for name, nbytes in shown[:12]:
+            table.add_row(f"kept by {name or 'the loss'}", format_bytes(nbytes), f"{nbytes / max(self.peak, 1):.0%}")
+        if len(shown) > 12:
+            rest = sum(nbytes for _, nbytes in shown[12:])
+            table.add_row(f"kept by {len(shown) - 12} more modules", format_bytes(rest), f"{rest / max(self.peak, 1):.0%}")
+        table.add_section()
+        table.add_row("the peak is at", self.moment, "")
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=110, no_color=True)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+
+class _Capturing(Step):
+    _measures = False
+
+    def _on_graph(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
+        self.captured = Captured(graph, measure=False)
+        return lambda *inputs: self._run(self.captured, inputs)
+
+
+def explain(
+    loss_fn: Callable[[Any, Any], Any],
+    model: Any,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    batch_dims: Any = None,
+) -> Ledger:
+    """The ledger of the plain step `loss_fn(model, batch)` and its backward, in bytes. The step is not run.
+
+    Raises what `Step` raises: BatchError, ModelError, LossError, CaptureError.
+    """
+    step = _Capturing(loss_fn, model, batch, microbatch=1, optimizer=optimizer, batch_dims=batch_dims)
+    tensors = [leaf for _, leaf in leaves(batch)]
+    device = next((p.device for p in named_tensors(model, "parameters").values()), torch.device("cpu"))
+    owned = owned_bytes(
+        device, named_tensors(model, "parameters").values(), named_tensors(model, "buffers").values(), tensors, optimizer
+    )
+    program, stages = step.captured.program, step.captured.stages
+    schedule = make_schedule(program, stages, choose_keep(program, 0.0), program.batch)
+    largest = max((value.nbytes(None, program.batch) for value in program.values), default=0)
+    measured = step.captured.measured(program.batch) if 8 * largest < free_bytes(device) else None
+    return _at_peak(program, schedule, owned, measured or estimated(program), measured is not None)
+
+
+@dataclass
+class _Storage:
+    nbytes: int
+    origin: Origin
+    values: set[int]
+
+
+def _at_peak(program: Program, schedule: Schedule, owned: Owned, cost: Coster, exact: bool) -> Ledger:
+    root: dict[int, _Storage] = {}
+    live, best, moment, inside = 0, -1, Origin(), 0
+    snapshot: list[_Storage] = []
+    read_later = _readers(program)
+    for action in schedule.actions:
+        if action.do is Do.FREE:
+            storage = root.pop(action.subject, None)
+            if storage is not None:
+                storage.values.discard(action.subject)
+                live -= storage.nbytes if not storage.values else 0
+            continue
+        task = program.by_id[action.subject]
+        found = cost(task, program.batch)
+        within = live + found.peak
+        for out in found.outs:
+            base = root.get(out.alias) if out.alias is not None else None
+            if out.alias is not None and base is None:
+                continue
+            if base is None:
+                base = _Storage(out.nbytes, task.origin, set())
+                live += out.nbytes
+            base.values.add(out.value)
+            root[out.value] = base
+        if max(live, within) > best:
+            best, moment = max(live, within), task.origin
+            inside = best - live
+            snapshot = [_Storage(s.nbytes, s.origin, set(s.values)) for s in {id(s): s for s in root.values()}.values()]
+    wanted = set(program.outputs)
+    gradients, activations, working = 0, 0, inside
+    modules: dict[str, int] = {}
+    for storage in snapshot:
+        if storage.values & wanted and storage.origin.backward:
+            gradients += storage.nbytes
+        elif not storage.origin.backward and any(read_later.get(value, False) for value in storage.values):
+            activations += storage.nbytes
+            modules[storage.origin.module] = modules.get(storage.origin.module, 0) + storage.nbytes
+        else:
+            working += storage.nbytes
+    return Ledger(owned, gradients, activations, working, str(moment), modules, exact)
+
+
+def _readers(program: Program) -> dict[int, bool]:
+    """Values of the forward that the backward reads."""
+    return {value: True for task in program.tasks if task.origin.backward for value in task.inputs}
+
