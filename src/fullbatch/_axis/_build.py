@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import fx
 from fullbatch import _torch
 from fullbatch._axis import _expand
 from fullbatch._axis._kernels import KERNELS
-from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy
+from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy, scaled_shape
 from fullbatch._axis._origin import Origins
 from fullbatch._axis._rules import RULES
 from fullbatch._axis._rules._pointwise import is_pointwise, pointwise
@@ -50,7 +51,6 @@ _VIEWS = {
     "select", "split", "split_with_sizes", "unbind", "chunk", "diagonal", "view_as_real", "view_as_complex", "unfold",
     "_reshape_alias", "as_strided", "real", "imag", "_conj", "_neg_view", "numpy_T", "swapaxes",
 }  # fmt: skip
-_CREATIONS = {"aten.rand", "aten.randn", "aten.randint", "aten.randperm", "aten.arange", "aten.expand", "aten.repeat"}
 
 
 class Builder:
@@ -73,6 +73,7 @@ class Builder:
         self._fills: dict[int, tuple[tuple[int, ...], Kernel]] = {}
         self._fill_value: dict[int, float] = {}
         self._iota: set[int] = set()
+        self._maker: dict[int, fx.Node] = {}  # whole values and the operator that makes them from whole values
         self._boolean: set[int] = set()
         self.origin = Origin()
 
@@ -138,10 +139,10 @@ class Builder:
             out = self._copy_value(item, layout)
             if value in self._fills:
                 shape, kernel = self._fills[value]
-                from fullbatch._axis._node import scaled_shape
-
                 local = Kernel(kernel.fn, (scaled_shape(shape, layout), *kernel.args[1:]), kernel.kwargs)
                 self._add(Kind.LOCAL, (), (out,), kernel=local)
+            elif (made := self._made_in_slices(value, layout)) is not None:
+                out = made
             else:
                 self._add(Kind.SLICE, (value,), (out,), layout=layout, view=_is_view(item.shape, layout))
             self._sliced[key] = out
@@ -151,6 +152,29 @@ class Builder:
             if value in self._fill_value:
                 self._fill_value[out] = self._fill_value[value]
         return self._sliced[key]
+
+    def _made_in_slices(self, value: int, layout: Layout) -> int | None:
+        """A large whole value that only slices are read of (a mask expanded to the batch) is computed in slices."""
+        node = self._maker.get(value)
+        if node is None or self._nbytes(value) <= self._reslice_above:
+            return None
+        whole = self._view(node, soft=False)
+        if node.target is aten.expand.default and not whole.sharded():
+            source = whole.operands[0]
+            at = layout.dim - len(whole.shape) + source.ndim
+            if at < 0 or source.shape[at] == 1:
+                size = scaled_shape(whole.shape, layout)
+                strategy = Strategy({}, (layout,), {"size": size})
+                return self._emit_local(node, whole, strategy)[0]
+        for operand in whole.operands:
+            for dim, size in enumerate(operand.shape):
+                if size != layout.per_sample * self.batch:
+                    continue
+                view = _with_layout(whole, operand, layout.at(dim))
+                found = self._strategy(node, view)
+                if found is not None and found.out[0] == layout:
+                    return self._emit_local(node, view, found)[0]
+        return None
 
     def _copy_value(self, item: Value, layout: Layout | None) -> int:
         ident = len(self.values)
@@ -311,6 +335,12 @@ class Builder:
     # ---- ways to run
 
     def _local(self, node: fx.Node, view: NodeView, strategy: Strategy) -> None:
+        standing = self._emit_local(node, view, strategy)
+        self._mark(node, view, standing)
+        self.assign(node, standing)
+
+    def _emit_local(self, node: fx.Node, view: NodeView, strategy: Strategy) -> list[int | None]:
+        """Adds the task by which `node` runs for each microbatch; the values that stand for its outputs."""
         ids = []
         for operand in view.operands:
             value = self._of[operand.node]
@@ -338,8 +368,7 @@ class Builder:
         )  # fmt: skip
         for position, value, how in pending:
             standing[position] = self.reduce(value, metas[position], how)
-        self._mark(node, view, standing)
-        self.assign(node, standing)
+        return standing
 
     def _output(
         self, meta: Any, placed: Placed, used: bool, pending: list[tuple[int, int, Partial]], position: int
@@ -373,6 +402,8 @@ class Builder:
             why = "couples the samples" if RULES.find(view.name) or is_pointwise(node.target) else "no rule knows it"
             size = sum(self._nbytes(out) for out in outputs if out is not None)
             self.full_batch.append(FullBatchNode(why, self.origin, size))
+        elif not self.tasks[-1].random and len(outputs) == 1 and outputs[0] is not None:
+            self._maker[outputs[0]] = node
         self._soften(node, view, outputs)
         self._mark(node, view, outputs)
         self.assign(node, outputs)
@@ -408,12 +439,6 @@ class Builder:
                 found = self._by_extent(soft, self.values[value].shape)
                 if found is not None:
                     self._soft[value] = found
-        name = view.name.rsplit(".", 1)[0]
-        first = outputs[0]
-        if name in _CREATIONS and first is not None and first not in self._soft:
-            shape = self.values[first].shape
-            if shape and shape[0] == self.batch and self.batch > 1:
-                self._soft[first] = Layout(0)
 
     def _by_extent(self, view: NodeView, shape: tuple[int, ...]) -> Layout | None:
         for operand in view.sharded():
@@ -472,6 +497,17 @@ def _restride(x: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tens
 def _is_view(shape: tuple[int, ...], layout: Layout) -> bool:
     """Whether a slice of a contiguous tensor is contiguous, so that it need not be copied."""
     return layout.outer == 1 and all(size == 1 for size in shape[: layout.dim])
+
+
+def _with_layout(view: NodeView, operand: Operand, layout: Layout) -> NodeView:
+    operands = tuple(replace(item, layout=layout if item.index == operand.index else None) for item in view.operands)
+
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, Operand):
+            return operands[arg.index]
+        return [convert(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
+
+    return replace(view, operands=operands, args={name: convert(arg) for name, arg in view.args.items()})
 
 
 def _filled(size: list[int], value: Any, **kwargs: Any) -> torch.Tensor:
