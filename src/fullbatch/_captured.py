@@ -92,16 +92,22 @@ class Captured:
                 )
             )
 
+    @property
+    def random(self) -> bool:
+        """Whether the step draws from the default generator."""
+        return any(task.random for task in self.program.tasks)
+
     def plan(self, request: Request) -> tuple[Plan, Executor]:
         """The plan for `request`, made once. Raises BudgetError."""
         if request not in self._planned:
-            room = None if request.budget is None else request.budget - request.owned - RANDOM_BYTES
-            choice = self._planner.choose(room, request.microbatch, request.owned)
+            owned = request.owned + (RANDOM_BYTES if self.random else 0)
+            room = None if request.budget is None else request.budget - owned
+            choice = self._planner.choose(room, request.microbatch, owned)
             self._planned[request] = (self._describe(choice, request), Executor(self.program, choice.schedule))
         return self._planned[request]
 
     def _describe(self, choice: Choice, request: Request) -> Plan:
-        draws = RANDOM_BYTES if any(task.random for task in self.program.tasks) else 0
+        draws = RANDOM_BYTES if self.random else 0
         activations = choice.simulated.peak + draws
         return Plan(
             batch=self.program.batch,

@@ -11,7 +11,7 @@ from fullbatch._tree import modules
 
 
 def refuse_hooks(model: Any) -> None:
-    """Raises ModelError naming each module with a backward hook: it would not run, or run once a microbatch."""
+    """Raises ModelError naming each module with a hook that the step would skip, or run once a microbatch."""
     faults = []
     for prefix, root in modules(model).items():
         for name, module in root.named_modules():
@@ -22,15 +22,29 @@ def refuse_hooks(model: Any) -> None:
         hooks = list(getattr(nn.modules.module, table, {}).values())
         if hooks:
             faults.append(_fault("every module (a global hook)", hooks))
+    for table in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        hooks = list(getattr(nn.modules.module, table, {}).values())
+        if hooks:
+            faults.append(
+                Fault(
+                    "A forward hook on every module (a global hook) cannot be captured.",
+                    got=_names(hooks),
+                    expected="forward hooks on the modules that need them",
+                    next="module.register_forward_hook(...), and remove the global one with its handle",
+                )
+            )
     if faults:
         raise ModelError(*faults)
 
 
 def _fault(where: str, hooks: list[Any]) -> Fault:
-    names = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks)
     return Fault(
         f"A backward hook on {where} cannot run on the whole batch's gradient.",
-        got=names,
+        got=_names(hooks),
         expected="forward hooks, or hooks on parameters (register_hook, register_post_accumulate_grad_hook)",
         next="remove it with the handle that register_full_backward_hook returned",
     )
+
+
+def _names(hooks: list[Any]) -> str:
+    return ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks)

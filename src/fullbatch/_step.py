@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from fullbatch._captured import Captured, Request
-from fullbatch._capture._frontend import Frontend
+from fullbatch._capture._frontend import Frontend, bad_loss
 from fullbatch._capture._modules import traceable
-from fullbatch._errors import BatchError, FullbatchError, VerifyError
+from fullbatch._errors import BatchError, FullbatchError, LossError, ModelError, VerifyError
 from fullbatch._hooks import refuse_hooks
 from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._memory._owned import owned_bytes
 from fullbatch._plan._plan import Plan
 from fullbatch._replay import Draws
-from fullbatch._run._commit import Pending, commit
+from fullbatch._run._commit import Pending, commit, restore_generator, save_generator
 from fullbatch._run._executor import Executor
 from fullbatch._size import parse_bytes
-from fullbatch._tree import BatchShape, check_devices, find_batch, leaves, modules, named_tensors
+from fullbatch._tree import BatchShape, check_devices, detached, find_batch, leaves, modules, named_tensors
 from fullbatch._verify import Certificate, LastBatch, verify
 
 
@@ -37,6 +37,7 @@ class _Call:
     shape: BatchShape
     only_plan: bool
     drawn: Callable[[int, int, Any], None] | None = None  # receives what random operators draw
+    generator: bytes | None = None  # state of the default generator before the step, where it draws
     pending: Pending | None = None
     inputs: Sequence[torch.Tensor] = ()
     plan: Plan | None = None
@@ -84,6 +85,7 @@ class Step:
         self._memory = None if memory is None else parse_bytes(memory)
         self._microbatch = microbatch
         modules(model)
+        _check_callable(loss_fn, optimizer)
         self._device = check_devices(model)
         self._frontend = Frontend(loss_fn, self._on_graph)
         self._call: _Call | None = None
@@ -138,12 +140,17 @@ class Step:
         return result
 
     def _finish(self, batch: Any, call: _Call) -> Any:
-        result = self._invoke(batch, call)
-        assert call.pending is not None and call.plan is not None
+        try:
+            result = self._invoke(batch, call)
+            assert call.pending is not None and call.plan is not None
+            commit(call.pending, call.inputs)
+        except BaseException:
+            if call.generator is not None:
+                restore_generator(call.generator)
+            raise
         self._plan = call.plan
-        commit(call.pending, call.inputs)
         loss, aux, has_aux = result
-        return (loss, aux) if has_aux else loss
+        return (loss, detached(aux)) if has_aux else loss
 
     # ---- one call
 
@@ -171,12 +178,13 @@ class Step:
                 result = self._frontend(self._model, batch, moved)
         finally:
             self._call = None
-            if self._frontend.captures > captures and not call.only_plan:
+            if self._frontend.captures == captures:
+                self._changes.clear()
+            elif not call.only_plan:
                 self._note_change(batch, moved)
         if call.pending is None:
-            from fullbatch._capture._frontend import _bad_loss
-
-            raise _bad_loss(f"{type(result[0]).__name__}: {result[0]!r:.60}", "a tensor computed from the model")
+            got = result[0] if isinstance(result[0], str) else "a value that no tensor operation made"
+            raise bad_loss(got, "a scalar tensor, or (loss, aux)")
         return result
 
     def _on_graph(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
@@ -191,7 +199,10 @@ class Step:
         call.plan, executor = self._plan_for(captured, call)
         if call.only_plan:
             raise _PlannedOnly
-        outputs, call.pending = captured.run(executor, inputs, call.drawn)
+        if captured.random:
+            call.generator = save_generator()
+        with torch.autocast(self._device.type, enabled=False):  # the graph says each conversion
+            outputs, call.pending = captured.run(executor, inputs, call.drawn)
         call.inputs = inputs
         return outputs
 
@@ -214,15 +225,28 @@ class Step:
     def _note_change(self, batch: Any, moved: Any) -> None:
         """A value that changes at every call makes every call a capture: say so, once, by name."""
         reasons = self._frontend.why(self._model, batch, moved)
-        self._changes.append(reasons[0] if reasons else "")
-        recent = self._changes[-3:]
-        if len(recent) == 3 and not self._warned and recent[0] and "size" not in recent[-1]:
+        self._changes = [*self._changes[-2:], reasons[0] if reasons else ""]
+        recent = self._changes
+        if len(recent) == 3 and not self._warned and all(recent) and not any("size mismatch" in why for why in recent):
             self._warned = True
             warnings.warn(
                 "fullbatch: the step was captured anew for each of its last calls, because a value that it reads changes: "
                 f"{recent[-1]}. Pass it as a tensor in the batch instead.",
                 stacklevel=4,
             )
+
+
+def _check_callable(loss_fn: Any, optimizer: Any) -> None:
+    if not callable(loss_fn):
+        raise LossError.of(
+            "loss_fn is not a function.", got=f"{type(loss_fn).__name__}: {loss_fn!r:.80}",
+            expected="a function of (model, batch)", next="fullbatch.Step(loss_fn, model, batch)",
+        )  # fmt: skip
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError.of(
+            "The optimizer is not one of torch.", got=f"{type(optimizer).__name__}: {optimizer!r:.80}",
+            expected="a torch.optim.Optimizer, or None", next="optimizer=torch.optim.AdamW(model.parameters())",
+        )  # fmt: skip
 
 
 def _check_microbatch(microbatch: int | None, size: int, example: bool) -> None:

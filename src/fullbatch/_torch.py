@@ -6,8 +6,11 @@ document as public.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 import torch._dynamo  # the guarded capture; torch.compile's front end
 import torch.fx.traceback as traceback
 from torch import fx
+from torch._dynamo.variables import misc
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -44,8 +48,14 @@ _LIBRARY.define("loss(Tensor x) -> Tensor")
 _LIBRARY.impl("loss", lambda x: x.view_as(x), "CompositeImplicitAutograd")
 
 
-def capture_settings() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def capture_settings() -> Iterator[None]:
     """Dynamo's settings for one step: every change of a Python value recaptures, shapes are never symbolic."""
+    with _dynamo_config(), _nothing_frozen():
+        yield
+
+
+def _dynamo_config() -> contextlib.AbstractContextManager[Any]:
     return torch._dynamo.config.patch(  # type: ignore[no-any-return]
         allow_rnn=True,  # LSTM and GRU have no other path
         automatic_dynamic_shapes=False,  # the full batch's constants are what makes the result exact
@@ -58,7 +68,46 @@ def capture_settings() -> contextlib.AbstractContextManager[Any]:
         suppress_errors=False,
         skip_nnmodule_hook_guards=False,  # a forward hook added later must be noticed
         ignore_logging_functions=_logging_functions(),  # a message is no reason to refuse a model
+        use_numpy_random_stream=True,  # numpy's draws are refused, not replaced by torch's
     )
+
+
+@contextlib.contextmanager
+def _nothing_frozen() -> Iterator[None]:
+    """While it is entered, Dynamo guards or refuses what it otherwise takes for a constant.
+
+    These are globals of the standard library's `os` (the environment, through `os.getenv`), and the state of a
+    `random.Random`.
+    """
+    is_stdlib = torch._dynamo.symbolic_convert.is_stdlib
+    generator, generator_class = misc.RandomVariable, misc.RandomClassVariable
+    supported, create = generator.is_supported_random_obj, generator_class.call_function
+    torch._dynamo.symbolic_convert.is_stdlib = lambda module: module is not os and is_stdlib(module)
+    generator.is_supported_random_obj = staticmethod(lambda value: False)
+    generator_class.call_function = _seeded_only(create)
+    try:
+        yield
+    finally:
+        torch._dynamo.symbolic_convert.is_stdlib = is_stdlib
+        generator.is_supported_random_obj = staticmethod(supported)
+        generator_class.call_function = create
+
+
+def _seeded_only(create: Callable[..., Any]) -> Callable[..., Any]:
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if not args:
+            torch._dynamo.exc.unimplemented(
+                gb_type="random.Random() without a seed", context="", explanation="Its draws would be constants.", hints=[]
+            )
+        return create(self, tx, args, kwargs)
+
+    return call_function
+
+
+def guarded_expressions() -> list[str]:
+    """Inside a backend: the expressions, in `L` (locals) and `G` (globals), that the graph's guards are about."""
+    context = torch._guards.TracingContext.try_get()
+    return [] if context is None else [guard.name for guard in context.guards_context.dynamo_guards if guard.name]
 
 
 def _logging_functions() -> set[Any]:
@@ -74,6 +123,42 @@ def guarded(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[...
 
 
 DynamoError = torch._dynamo.exc.TorchDynamoException
+
+
+def original_exception(error: BaseException) -> BaseException | None:
+    """The exception of the traced Python code itself, where Dynamo stopped because of one.
+
+    Dynamo interprets the code: an exception that it raises exists as a description, of which it is rebuilt.
+    """
+    text, link = str(error), error
+    if "failed to find name in frame builtins" in text:
+        found = re.search(r"Failed to find name `(\w+)`", text)
+        return NameError(f"name '{found[1]}' is not defined") if found else None
+    if "assertion failed" in text:
+        return None
+    if not any(mark in text for mark in ("Observed exception", "when making fake tensor call", "failed to bind arguments")):
+        return None
+    observed: BaseException | None = None
+    while link is not None:
+        if not type(link).__module__.startswith("torch._"):
+            return link
+        if isinstance(link, torch._dynamo.exc.ObservedException):
+            observed = link
+        link = link.__cause__ or link.__context__  # type: ignore[assignment]
+    return None if observed is None else _rebuilt(observed, text)
+
+
+def _rebuilt(observed: BaseException, text: str) -> BaseException:
+    known = {dynamo: python for python, dynamo in torch._dynamo.exc.observed_exception_map.items()}
+    kind = known.get(type(observed))
+    described = re.search(r"raised exception \w+\((.*)\)", text)
+    try:
+        args = ast.literal_eval(f"({described[1]},)") if described and described[1] else ()
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            return kind(*args)
+    except Exception:  # arguments that are no literals, or an exception that takes others
+        pass
+    return RuntimeError(described[0].removeprefix("raised exception ") if described else str(observed))
 
 
 def why_recaptured(code: CodeType, scope: dict[str, Any]) -> list[str]:

@@ -57,6 +57,13 @@ def map_tensors(fn: Callable[[Any], Any], nest: Any, leaf: type = torch.Tensor) 
     return nest
 
 
+def detached(nest: Any) -> Any:
+    """`nest` with each tensor detached; itself where all are."""
+    if any(tensor.requires_grad for _, tensor in leaves(nest)):
+        return map_tensors(lambda tensor: tensor.detach() if tensor.requires_grad else tensor, nest)
+    return nest
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """Samples in a batch, and for each of its tensors the dimension that carries them (None: the same for all)."""

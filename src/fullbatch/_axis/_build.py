@@ -330,7 +330,8 @@ class Builder:
         found = RULES.find(view.name)
         if found is None and is_pointwise(node.target):
             found = pointwise
-        return None if found is None else found(view)
+        strategy = None if found is None else found(view)
+        return strategy if strategy is not None and _complete(node, strategy) else None
 
     # ---- ways to run
 
@@ -382,7 +383,7 @@ class Builder:
             value = self.value(meta, partial=True)
             pending.append((position, value, placed))
             return value, value
-        # An output that holds nothing for a microbatch (an empty tensor of statistics that are not kept).
+        # An output that holds nothing: empty (statistics that are not kept), or of no meaning with these arguments.
         empty = self.value(meta)
         self.emit(Kind.ONCE, _filled, (list(meta.shape), 0), (), (empty,), {"dtype": meta.dtype, "device": meta.device})
         return None, empty
@@ -540,6 +541,16 @@ def _used_outputs(node: fx.Node, count: int) -> set[int]:
     if not isinstance(node.meta["val"], (list, tuple)):
         return {0}
     return {int(user.args[1]) for user in node.users if user.target is operator.getitem and user.users}
+
+
+def _complete(node: fx.Node, strategy: Strategy) -> bool:
+    """Whether the rule says what every output is that anyone reads and that holds anything."""
+    metas = _metas(node)
+    used = _used_outputs(node, len(metas))
+    return all(
+        placed is not None or position not in used or not isinstance(meta, torch.Tensor) or not meta.numel()
+        for position, (meta, placed) in enumerate(zip(metas, strategy.out, strict=True))
+    )
 
 
 def _template(node: fx.Node, view: NodeView, patch: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

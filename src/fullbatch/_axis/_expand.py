@@ -86,7 +86,7 @@ def _batch_norm(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     if view.name.startswith("aten._batch_norm_with_update"):
         raise AssertionError("this form of batch normalisation keeps a reserve that has no expansion")
     builder.memory[mean] = var
-    builder.assign(node, outputs)
+    builder.assign(node, outputs[: len(view.outputs)])
     return True
 
 
@@ -213,12 +213,12 @@ def _variance(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     source = view.operands[0]
     layout = source.layout
     dims = view.dims("dim", source)
-    if layout is None or layout.dim not in dims:
+    if layout is None or layout.dim not in dims or source.node.meta["val"].is_complex():
         return False
     count = prod(source.shape[dim] for dim in dims)
     keepdim = bool(view.args.get("keepdim", False))
     correction = view.args.get("correction", view.args.get("unbiased", 1))
-    correction = 1 if correction is None else int(correction)
+    correction = 1.0 if correction is None else float(correction)
     metas = node.meta["val"]
     both = isinstance(metas, (list, tuple))
     meta = metas[0] if both else metas
@@ -228,8 +228,8 @@ def _variance(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     builder.emit(Kind.LOCAL, _moments, (Ref(0), list(dims), keepdim), [x], [partial])
     whole = builder.reduce(partial, pair, Partial(Reduction.MOMENTS, count // builder.batch), "a variance over the batch")
     outputs = [builder.value(meta), builder.value(meta)]
-    divisor = max(count - correction, 0)
-    builder.emit(Kind.ONCE, _variance_and_mean, (Ref(0), float(divisor)), [whole], outputs, single=False)
+    divisor = max(count - correction, 0.0)
+    builder.emit(Kind.ONCE, _variance_and_mean, (Ref(0), divisor), [whole], outputs, single=False)
     builder.assign(node, outputs if both else outputs[:1])
     return True
 
@@ -253,17 +253,22 @@ def _vector_norm(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     if layout is None or layout.dim not in dims or order != 2:
         return False
     meta = node.meta["val"]
-    partial, out = builder.value(meta, partial=True), builder.value(meta)
-    keepdim = bool(view.args.get("keepdim", False))
-    builder.emit(Kind.LOCAL, _sum_of_squares, (Ref(0), list(dims), keepdim), [builder.of(source.node)], [partial])
-    whole = builder.reduce(partial, meta, Partial(), "a norm over the batch")
-    builder.emit(Kind.ONCE, torch.sqrt, (Ref(0),), [whole], [out])
+    wide = meta.new_empty(meta.shape, dtype=_statistics_dtype(meta.dtype))
+    partial, out = builder.value(wide, partial=True), builder.value(meta)
+    args = (Ref(0), list(dims), bool(view.args.get("keepdim", False)), wide.dtype)
+    builder.emit(Kind.LOCAL, _sum_of_squares, args, [builder.of(source.node)], [partial])
+    whole = builder.reduce(partial, wide, Partial(), "a norm over the batch")
+    builder.emit(Kind.ONCE, _root, (Ref(0), meta.dtype), [whole], [out])
     builder.assign(node, [out])
     return True
 
 
-def _sum_of_squares(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    return torch.sum((x * x.conj()).real if x.is_complex() else x * x, dims, keepdim)
+def _sum_of_squares(x: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, 2, dims, keepdim, dtype=x.dtype if x.is_complex() else dtype).square()
+
+
+def _root(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.sqrt().to(dtype)
 
 
 # ---- negative log likelihood

@@ -24,7 +24,13 @@ class Partial:
     count: int = 0
 
 
-Placed = Layout | Partial | None
+@dataclass(frozen=True)
+class Unread:
+    """The output means nothing with these arguments (a seed where nothing is drawn): zeros stand for it."""
+
+
+# None: the rule cannot say what the output is. That is an answer only for outputs that are empty or not used.
+Placed = Layout | Partial | Unread | None
 
 
 @dataclass(frozen=True)

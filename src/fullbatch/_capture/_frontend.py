@@ -7,8 +7,10 @@ as one graph; what Dynamo cannot express is refused with the line it stands on.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -16,9 +18,14 @@ import torch
 from torch import fx
 
 from fullbatch import _torch
+from fullbatch._capture._watch import Watch
 from fullbatch._errors import CaptureError, FullbatchError, LossError
 
 Runner = Callable[..., Any]
+
+
+class _Stale(Exception):
+    """Leaves a captured step before anything has run: something that it read and no guard covers is different."""
 
 
 class Frontend:
@@ -32,6 +39,9 @@ class Frontend:
         self._loss_fn = loss_fn
         self._on_graph = on_graph
         self.captures = 0
+        self._epoch = 0  # a guarded value of our own: raised where captures up to now hold no longer
+        self._changed = ""
+        self._scope: dict[str, Any] = {}
         self._renew()
 
     def _renew(self) -> None:
@@ -47,23 +57,53 @@ class Frontend:
     def _backend(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Runner:
         self.captures += 1
         self._held += 1
-        return self._on_graph(graph)
+        run, expressions = self._on_graph(graph), _torch.guarded_expressions()
+        watches: list[Watch] = []
+
+        def watched(*inputs: Any) -> Any:
+            if not watches:
+                watches.append(Watch(expressions, self._scope))
+            self._changed = watches[0].changed(self._scope)
+            if self._changed:
+                raise _Stale
+            return run(*inputs)
+
+        return watched
 
     def __call__(self, model: Any, batch: Any, moved: Any) -> Any:
-        """(loss, aux) as the runner returned them. `moved` is the device to bring batch tensors to, or None."""
+        """(loss, aux, has_aux) as the runner returned them. `moved` is the device to bring batch tensors to, or None.
+
+        Without a runner's answer, where no tensor was computed, loss is a description of what loss_fn returned.
+        """
         if self._held > 64:  # guards are checked one capture after another: do not keep them without end
             self._renew()
-        with _torch.capture_settings(), torch.enable_grad():
-            try:
-                return self._call(model, batch, moved)
-            except _torch.DynamoError as error:
-                raise _refusal(error) from error
+        local = {"model": model, "batch": batch, "moved": moved, "epoch": self._epoch, "loss_fn": self._loss_fn}
+        self._scope = {"L": local, "G": globals()}
+        drawn = random.getstate()
+        try:
+            with _torch.capture_settings(), torch.inference_mode(False), torch.enable_grad():
+                while True:
+                    try:
+                        return self._call(model, batch, moved, self._epoch)
+                    except _Stale:
+                        random.setstate(drawn)
+                        self._epoch += 1
+                    except _torch.DynamoError as error:
+                        refusal, cause = explain_refusal(error)
+                        raise refusal from cause
+        except BaseException:
+            random.setstate(drawn)
+            raise
+        finally:
+            self._scope = {}
 
     def why(self, model: Any, batch: Any, moved: Any) -> list[str]:
-        """Which guards made the newest capture necessary."""
-        scope = {"model": model, "batch": batch, "moved": moved, "loss_fn": self._loss_fn}
+        """What made the newest capture necessary, in words."""
+        if self._changed:
+            return [self._changed]
+        scope = {"model": model, "batch": batch, "moved": moved, "epoch": self._epoch, "loss_fn": self._loss_fn}
         try:
-            return _torch.why_recaptured(self._code, scope)
+            return [_in_words(text, self._loss_fn) for text in _torch.why_recaptured(self._code, scope)]
         except Exception:  # a diagnosis only: it must never stop a step
             return []
 
@@ -71,76 +111,141 @@ class Frontend:
 def _whole_step(loss_fn: Callable[..., Any]) -> Any:
     mark = _torch.loss_marker()
 
-    def whole_step(model: Any, batch: Any, moved: Any) -> Any:
+    def whole_step(model: Any, batch: Any, moved: Any, epoch: int) -> Any:
+        if epoch < 0:  # read, so that it is guarded
+            return None
         if moved is not None:
             batch = _torch.tree_map(lambda leaf: leaf.to(moved) if isinstance(leaf, torch.Tensor) else leaf, batch)
         result = loss_fn(model, batch)
-        if isinstance(result, tuple) and len(result) == 2:
-            loss, aux = result
-            if isinstance(loss, torch.Tensor):
-                return mark(loss), aux, True
-            return loss, "not a tensor", True
         if isinstance(result, torch.Tensor):
             return mark(result), None, False
-        return result, "not a tensor", False
+        if not isinstance(result, tuple):
+            return f"a {type(result).__name__}", None, False
+        if len(result) != 2:
+            return f"a tuple of {len(result)}", None, False
+        loss, aux = result
+        if not isinstance(loss, torch.Tensor):
+            return f"a tuple of a {type(loss).__name__} and a {type(aux).__name__}", None, False
+        return mark(loss), aux, True
 
     return whole_step
 
 
+def _in_words(guard: str, loss_fn: Any) -> str:
+    """A guard's text with the names that the user knows."""
+    text = guard.split("  #")[0].strip()
+    for index, name in enumerate(getattr(getattr(loss_fn, "__code__", None), "co_freevars", ())):
+        text = text.replace(f"L['loss_fn'].__closure__[{index}].cell_contents", name)
+    text = re.sub(r"G\['__import_(\w+)'\]", lambda found: found[1].replace("_dot_", "."), text)
+    text = re.sub(r"(?:dict\.__getitem__|___dict_getitem)\((.*), ('[^']*')\)", r"\1[\2]", text)
+    return re.sub(r"\b[LG]\['(\w+)'\]", r"\1", text)
+
+
 _LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
+_OURS = str(Path(__file__).resolve().parent.parent)
+_TORCH = str(Path(torch.__file__).resolve().parent)
 
 
-def _refusal(error: Exception) -> FullbatchError:
-    """Dynamo's refusal as ours: the line of the user's code, the reason, and what to do."""
+def _user_line(trace: str) -> str:
+    """The innermost line of a formatted traceback that is the user's, or of a library that the user calls."""
+    lines = _LINE.findall(trace)
+    theirs = [line for line in lines if not line[0].startswith((_OURS, _TORCH, "<"))]
+    if not theirs:
+        return "unknown line"
+    file, number, function, code = theirs[-1]
+    return f"{file}:{number} in {function}: {code.strip()}"
+
+
+def explain_refusal(error: BaseException) -> tuple[FullbatchError, BaseException]:
+    """Dynamo's refusal as ours (the line of the user's code, the reason, what to do), and its cause.
+
+    The cause is the exception that loss_fn itself raises, where that is the reason.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, FullbatchError):
-            return cause
+            return cause, cause.__cause__ or error
         cause = cause.__cause__ or cause.__context__
     text = str(error)
-    lines = _LINE.findall(text.split("from user code:")[-1]) if "from user code:" in text else []
-    where = f'{lines[-1][0]}:{lines[-1][1]} in {lines[-1][2]}: {lines[-1][3].strip()}' if lines else "unknown line"
+    trace = text.split("from user code:")[-1] if "from user code:" in text else ""
+    original = None if _needs_data(text) else _torch.original_exception(error)
+    if original is not None:
+        return CaptureError.of(
+            f"loss_fn raises {type(original).__name__}: {original}"[:600],
+            got=_user_line(trace),
+            expected="a loss_fn that runs in plain PyTorch",
+            next="loss_fn(model, batch) by itself raises it with its own traceback",
+        ), original
     reason = text.split("from user code:")[0].strip().split("\n\n")[0]
-    reason = " ".join(line.strip() for line in reason.splitlines() if line.strip())[:600]
+    lines = [line.strip() for line in reason.splitlines() if line.strip() and not line.strip().startswith("Hint:")]
+    reason = " ".join(lines).replace(" Explanation:", ":")[:600]
     return CaptureError.of(
         f"The step cannot be captured as one graph: {reason}",
-        got=where,
+        got=_user_line(trace),
         expected="tensor operations whose shapes and order do not depend on the data",
         next=_advice(text),
-    )
+    ), error
+
+
+def _needs_data(text: str) -> bool:
+    return bool(re.search("data.?dependent|dynamic.?(output.?)?shape|unbacked", text, re.IGNORECASE))
 
 
 def _advice(text: str) -> str:
     lowered = text.lower()
-    if "item()" in lowered or "scalar" in lowered or "data-dependent" in lowered and "shape" not in lowered:
-        return "keep the value a tensor: replace .item()/float()/if tensor: by torch.where or a multiplication"
-    if "nonzero" in lowered or "dynamic shape" in lowered or "data dependent" in lowered or "unbacked" in lowered:
-        return "replace x[mask] by torch.where(mask, x, 0) and divide by mask.sum()"
+    if "random" in lowered or "generator" in lowered:
+        return "draw with torch's default generator (torch.rand and the like), or draw outside and pass it in the batch"
+    if "nonzero" in lowered or "dynamic shape" in lowered or "unbacked" in lowered:
+        return _NO_SELECTION
+    if _needs_data(text) or "item()" in lowered or "tolist()" in lowered:
+        return _NO_NUMBER
     if "print" in lowered or "logger" in lowered or "logging" in lowered:
         return "move logging out of loss_fn, or return the value as aux: return loss, {'name': value}"
     return "move what is not tensor arithmetic out of loss_fn, and pass its result in the batch"
 
 
+_NO_NUMBER = "keep the value a tensor: replace .item()/float()/if tensor: by torch.where or a multiplication"
+_NO_SELECTION = "replace x[mask] by torch.where(mask, x, 0) and divide by mask.sum()"
+
+
+def _check_data_dependence(graph: fx.GraphModule) -> None:
+    """Raises CaptureError where a number or a shape comes from the data: every size is a constant otherwise."""
+    for node in graph.graph.nodes:
+        example = node.meta.get("example_value")
+        if node.op == "placeholder" or getattr(example, "is_nested", False):
+            continue
+        number = isinstance(example, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        shape = isinstance(example, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in example.shape)
+        if number or shape:
+            raise CaptureError.of(
+                f"A {'number' if number else 'shape'} in the step depends on the data.",
+                got=_user_line(str(node.meta.get("stack_trace", ""))),
+                expected="numbers and shapes that are the same for all batches of one form",
+                next=_NO_NUMBER if number else _NO_SELECTION,
+            )
+
+
 def check_loss(graph: fx.GraphModule) -> fx.Node:
     """The loss among the graph's nodes. Raises LossError where it is no scalar or needs no gradient."""
+    _check_data_dependence(graph)
     marked = [node for node in graph.graph.nodes if node.target in (torch.ops.fullbatch.loss, torch.ops.fullbatch.loss.default)]
     if len(marked) != 1:
-        raise _bad_loss("a graph without a loss", "a tensor computed from the model")
+        raise bad_loss("a graph without a loss", "a tensor computed from the model")
     example = marked[0].meta["example_value"]
     if example.numel() != 1:
-        raise _bad_loss(
+        raise bad_loss(
             f"a tensor of shape {tuple(example.shape)}", "a scalar", "return loss.mean() (or loss.sum()) from loss_fn"
         )
     if not example.requires_grad:
-        raise _bad_loss(
+        raise bad_loss(
             "a loss that no parameter reaches",
             "a loss that depends on at least one tensor with requires_grad",
             "check requires_grad_() of the parameters, and that loss_fn does not detach or run under no_grad",
         )
     if example.is_complex():
-        raise _bad_loss(f"a loss of dtype {example.dtype}", "a real scalar", "return loss.abs() or loss.real")
+        raise bad_loss(f"a loss of dtype {example.dtype}", "a real scalar", "return loss.abs() or loss.real")
     return marked[0]
 
 
-def _bad_loss(got: str, expected: str, next: str = "return F.cross_entropy(model(x), y)") -> LossError:
+def bad_loss(got: str, expected: str, next: str = "return F.cross_entropy(model(x), y)") -> LossError:
     return LossError.of("loss_fn did not return a loss to differentiate.", got=got, expected=expected, next=next)

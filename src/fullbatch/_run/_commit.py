@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fullbatch._axis._strides import has_dense_strides
+from fullbatch._errors import ModelError
 from fullbatch._run._executor import covers_storage
 
 
@@ -25,29 +26,52 @@ class Pending:
 
 
 def commit(pending: Pending, inputs: Sequence[torch.Tensor]) -> None:
-    """Writes gradients (adding to those that are there) and buffers, and runs the parameters' hooks."""
+    """Writes buffers and gradients (adding to those that are there), and runs the parameters' hooks.
+
+    Hooks that may change a gradient, or raise, run before anything is written.
+    """
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     with torch.no_grad():
+        for at, (parameter, gradient) in enumerate(pending.gradients):
+            hooks: dict[int, Any] = getattr(parameter, "_backward_hooks", None) or {}
+            for hook in list(hooks.values()):
+                # A hook may keep or change what it gets: memory of its own, as backward() would give it.
+                gradient = _conform(parameter, gradient, taken) if gradient is pending.gradients[at][1] else gradient
+                answer = hook(gradient)
+                gradient = gradient if answer is None else _checked(parameter, gradient, answer)
+            pending.gradients[at] = (parameter, gradient)
+        for buffer, value in pending.buffers:
+            buffer.copy_(value)
         while pending.gradients:
             parameter, gradient = pending.gradients.pop(0)
-            gradient = _hooked(parameter, gradient)
             if parameter.grad is None:
                 parameter.grad = _conform(parameter, gradient, taken)
             else:
                 parameter.grad.add_(gradient)
             del gradient
-            for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
                 hook(parameter)
-        for buffer, value in pending.buffers:
-            buffer.copy_(value)
 
 
-def _hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    hooks: dict[int, Any] = getattr(parameter, "_backward_hooks", None) or {}
-    for hook in list(hooks.values()):
-        answer = hook(gradient)
-        gradient = gradient if answer is None else answer
-    return gradient
+def _checked(parameter: torch.Tensor, gradient: torch.Tensor, answer: Any) -> torch.Tensor:
+    if isinstance(answer, torch.Tensor) and answer.shape == gradient.shape and answer.device == gradient.device:
+        return answer.to(gradient.dtype)
+    got = f"shape {tuple(answer.shape)} on {answer.device}" if isinstance(answer, torch.Tensor) else repr(answer)[:80]
+    raise ModelError.of(
+        f"A hook on a parameter of shape {tuple(parameter.shape)} did not return a gradient.",
+        got=got, expected=f"None, or a tensor of shape {tuple(gradient.shape)} on {gradient.device}",
+        next="return the new gradient from the function given to register_hook",
+    )  # fmt: skip
+
+
+def save_generator() -> bytes:
+    """The state of the default generator, outside of the memory that the step is measured by."""
+    return torch.get_rng_state().numpy().tobytes()
+
+
+def restore_generator(state: bytes) -> None:
+    """Brings the default generator back to `state`."""
+    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _conform(parameter: torch.Tensor, gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:

@@ -186,13 +186,14 @@ def cut(whole: torch.Tensor, layout: Layout, begin: int, end: int, batch: int) -
         return whole
     if layout.outer == 1:
         part = whole.narrow(layout.dim, begin * layout.inner, (end - begin) * layout.inner)
-        # Kernels rely on it that what was contiguous is: torch's layer norm backward reads the saved mean and rstd
-        # by position, whatever their strides.
-        return part.contiguous() if whole.is_contiguous() else part
-    shape = whole.shape
-    split = whole.reshape(*shape[: layout.dim], layout.outer, batch, layout.inner, *shape[layout.dim + 1 :])
-    part = split.narrow(layout.dim + 1, begin, end - begin)
-    return part.reshape(*shape[: layout.dim], -1, *shape[layout.dim + 1 :])
+    else:
+        shape = whole.shape
+        split = whole.reshape(*shape[: layout.dim], layout.outer, batch, layout.inner, *shape[layout.dim + 1 :])
+        part = split.narrow(layout.dim + 1, begin, end - begin)
+        part = part.reshape(*shape[: layout.dim], layout.per_sample * (end - begin), *shape[layout.dim + 1 :])
+    # Kernels rely on it that what was contiguous is: torch's layer norm backward reads the saved mean and rstd
+    # by position, whatever their strides.
+    return part.contiguous() if whole.is_contiguous() else part
 
 
 def paste(whole: torch.Tensor, part: torch.Tensor, layout: Layout, begin: int, end: int, batch: int) -> None:

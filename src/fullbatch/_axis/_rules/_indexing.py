@@ -46,6 +46,8 @@ def _scatter(view: NodeView) -> Strategy | None:
     layout = source.layout or index.layout
     if layout is None:
         return None
+    if any(operand.ndim <= layout.dim or operand.shape[layout.dim] != index.shape[layout.dim] for operand in view.operands[2:]):
+        return None  # a source may be larger than the index that reads it
     if layout.dim != dim and source.shape[layout.dim] == index.shape[layout.dim]:
         return Strategy({operand.index: layout for operand in view.operands}, (layout,))
     if "scatter_add" in view.name and source.fill == 0 and index.layout is not None and index.layout.dim == dim:
@@ -126,7 +128,7 @@ def _counting(place: _Placement, source: Operand, layout: Layout) -> int | None:
         if entry is None or not entry.iota or source.layout != Layout(dim):
             continue
         at = layout.dim - (len(place.broadcast) - entry.ndim)
-        if entry.layout is not None or (at >= 0 and entry.shape[at] == place.broadcast[layout.dim]):
+        if at >= 0 and entry.shape[at] == place.broadcast[layout.dim]:
             return dim
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy, rule, scaled_shape
+from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy, Unread, rule, scaled_shape
 from fullbatch._ir import Layout, Scaled
 
 
@@ -135,8 +135,7 @@ def _group_norm_backward(view: NodeView) -> Strategy | None:
 
 
 @rule("aten._native_batch_norm_legit_no_training", "aten.native_batch_norm", "aten._native_batch_norm_legit",
-      "aten._native_batch_norm_legit_functional", "aten.cudnn_batch_norm", "aten._batch_norm_with_update_functional",
-      "aten.batch_norm_elemt")  # fmt: skip
+      "aten._native_batch_norm_legit_functional", "aten.cudnn_batch_norm", "aten.batch_norm_elemt")  # fmt: skip
 def _batch_norm(view: NodeView) -> Strategy | None:
     """Without a batch to normalise over: frozen statistics, or instances folded into the channels."""
     source = view.operands[0]
@@ -145,12 +144,14 @@ def _batch_norm(view: NodeView) -> Strategy | None:
         return None
     frozen = not view.args.get("training", False)
     if layout.dim == 1:
+        if "cudnn" in view.name:
+            return None  # its reserve is no vector of the channels
         channels = layout.at(0)
         need = {operand.index: channels for operand in view.operands[1:]}
         outputs = [layout, *(channels for _ in view.outputs[1:])]
         placed = tuple(out if shape != (0,) else None for out, shape in zip(outputs, view.outputs, strict=True))
         return Strategy({0: layout, **need}, placed)
-    if frozen and layout.dim != 1:
+    if frozen:
         return Strategy({0: layout}, (layout, *(None for _ in view.outputs[1:])))
     return None
 
@@ -198,18 +199,32 @@ _ATTENTION = (
 
 @rule(*_ATTENTION)
 def _attention(view: NodeView) -> Strategy | None:
-    """Samples attend within themselves; a mask may be shared by all, and seeds are scalars."""
-    extent = max((operand.shape[0] for operand in view.operands if operand.ndim == 4), default=0)
-    layout = next((found for operand in view.operands if (found := _leading(view, operand))), None)
-    if layout is None or layout.per_sample * view.batch != extent:
+    """Samples attend within themselves. A mask of [queries, keys], or of one sample, is shared by all.
+
+    A kernel that draws its own dropout numbers its draws from the first sample of the call, and its backward has to
+    find them by the same seed: not by microbatches. Without dropout its seed is a number that nobody reads.
+    """
+    data = [operand for operand in view.operands if operand.ndim >= 3]  # not sequence offsets and seeds
+    masks = [mask for name in ("attn_mask", "attn_bias") if (mask := view.tensor(name))]
+    layout = next((found for operand in data if (found := _leading(view, operand))), None)
+    if layout is None or view.args.get("dropout_p"):
         return None
-    if any(operand.layout is not None and operand.layout.dim != 0 for operand in view.operands):
+    if any(operand.layout is not None and operand not in data and operand not in masks for operand in view.operands):
         return None
-    need = {op.index: layout for op in view.operands if op.ndim >= 2 and op.shape[0] == extent}
-    outputs = tuple(layout if shape and len(shape) >= 2 and shape[0] == extent else None for shape in view.outputs)
-    if any(shape and len(shape) >= 2 and shape[0] != extent for shape in view.outputs):
-        return None  # a mask shared by the samples with a gradient of its own
-    return Strategy(need, outputs)
+    extent = layout.per_sample * view.batch
+    shared = [mask for mask in masks if mask.ndim == 2 or (mask.ndim == 4 and mask.shape[0] == 1)]
+    need = {operand.index: layout for operand in data if operand not in shared}
+    if any(operand.shape[0] != extent for operand in data if operand.index in need):
+        return None
+    outputs: list[Placed] = []
+    for shape in view.outputs:
+        if shape is not None and len(shape) >= 3:
+            if shape[0] != extent:
+                return None  # a mask shared by the samples with a gradient of its own
+            outputs.append(layout)
+        else:
+            outputs.append(Unread())
+    return Strategy(need, tuple(outputs))
 
 
 @rule("aten._fft_r2c", "aten._fft_c2c", "aten._fft_c2r")
@@ -227,16 +242,19 @@ def _fft(view: NodeView) -> Strategy | None:
     "aten.cholesky_inverse", "aten.linalg_pinv", "aten.linalg_matrix_exp", "aten.triangular_solve",
 )  # fmt: skip
 def _linalg(view: NodeView) -> Strategy | None:
-    """Batches of matrices: independent along every dimension before the last two."""
+    """Batches of matrices: independent along every dimension before the last two, where all operands have the same.
+
+    Nothing is broadcast then. Pivots, and vectors that `solve` takes for a right-hand side, have one dimension less.
+    """
     main = view.operands[0]
     lead = main.ndim - 2
     layout = next((op.layout for op in view.sharded() if op.layout and op.layout.dim < lead), None)
     if layout is None or any(op.layout is not None and op.layout != layout for op in view.operands):
         return None
-    extent = main.shape[layout.dim]
-    if any(op.ndim <= layout.dim or op.shape[layout.dim] != extent for op in view.operands):
-        return None
-    outputs = tuple(
-        layout if shape and len(shape) > layout.dim and shape[layout.dim] == extent else None for shape in view.outputs
-    )
+    batch, rows = main.shape[:lead], main.shape[:-1]
+    vectors = [view.tensor("pivots"), view.tensor("B") if "_linalg_solve_ex" in view.name else None]
+    for operand in view.operands:
+        if operand.shape[: operand.ndim - 2] != batch and not (operand in vectors and operand.shape == rows):
+            return None
+    outputs = tuple(layout if shape is not None and shape[:lead] == batch else None for shape in view.outputs)
     return Strategy({op.index: layout for op in view.operands}, outputs)

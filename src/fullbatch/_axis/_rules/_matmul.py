@@ -53,11 +53,11 @@ def _bmm(view: NodeView) -> Strategy | None:
     return None if found is None else Strategy(found[0], (found[1],))
 
 
-@rule("aten.addmm", "aten.baddbmm", "aten.addbmm")
+@rule("aten.addmm", "aten.baddbmm")
 def _addmm(view: NodeView) -> Strategy | None:
     """As the product; the added term must not be counted once a microbatch."""
     added, left, right = view.operands
-    found = _product(left, right, left.ndim - 2) if "addbmm" not in view.name else None
+    found = _product(left, right, left.ndim - 2)
     if found is None or not isinstance(found[1], Layout):
         return None
     need, layout = found
@@ -81,15 +81,17 @@ def _mv(view: NodeView) -> Strategy | None:
 
 @rule("aten._cdist_forward", "aten._euclidean_dist")
 def _cdist(view: NodeView) -> Strategy | None:
+    """Rows of either side, or dimensions before them that both sides have; broadcasting aligns from the right."""
     left, right = view.operands[:2]
-    lead = left.ndim - 2
+    rows = len(view.shape) - 2
     a, b = left.layout, right.layout
-    if a is not None and a.dim < lead and right.ndim == left.ndim and right.shape[a.dim] == left.shape[a.dim]:
-        return Strategy({0: a, 1: a}, (a,))
-    if a is not None and a.dim == lead:
-        return Strategy({0: a}, (a,))
-    if a is None and b is not None and b.dim == lead:
-        return Strategy({1: b}, (b.at(lead + 1),))
+    if a is not None and a.dim < left.ndim - 2:
+        same = right.ndim == left.ndim and right.shape[a.dim] == left.shape[a.dim]
+        return Strategy({0: a, 1: a}, (a,)) if same else None
+    if a is not None and a.dim == left.ndim - 2:
+        return Strategy({0: a}, (a.at(rows),))
+    if a is None and b is not None and b.dim == right.ndim - 2:
+        return Strategy({1: b}, (b.at(rows + 1),))
     return None
 
 
@@ -101,6 +103,8 @@ def _cdist_backward(view: NodeView) -> Strategy | None:
     lead = left.ndim - 2
     if layout is None or layout.dim > lead:
         return None
+    if not left.shape[:lead] == right.shape[: right.ndim - 2] == grad.shape[:-2] == view.shape[:lead]:
+        return None  # one side is broadcast
     need = {grad.index: layout, left.index: layout, dist.index: layout}
     if layout.dim < lead:
         need[right.index] = layout

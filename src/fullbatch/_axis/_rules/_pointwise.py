@@ -14,7 +14,7 @@ _ALSO = (
     "aten.threshold_backward", "aten.rrelu_with_noise_functional", "aten.nan_to_num", "aten.masked_fill",
     "aten.where", "aten.polar", "aten.complex", "aten.real", "aten.imag", "aten._conj", "aten.conj_physical",
     "aten._conj_physical", "aten.resolve_conj", "aten.contiguous", "aten._fake_quantize_learnable_per_tensor_affine",
-    "aten.logical_not", "aten.isin", "aten.special_erfcx", "aten.uniform", "aten.exponential", "aten._neg_view",
+    "aten.logical_not", "aten.special_erfcx", "aten.uniform", "aten.exponential", "aten._neg_view",
     "aten.mish_backward", "aten.hardtanh_backward", "aten.hardswish_backward", "aten.hardsigmoid_backward",
     "aten.leaky_relu_backward", "aten.elu_backward", "aten.softplus_backward", "aten.logit_backward",
     "aten.gelu_backward", "aten.silu_backward", "aten.sigmoid_backward", "aten.tanh_backward",
@@ -64,9 +64,18 @@ def is_pointwise(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
-@rule("aten.prelu", "aten._prelu_kernel")
+@rule("aten._prelu_kernel")
 def _prelu(view: NodeView) -> Strategy | None:
     return pointwise(view)
+
+
+@rule("aten.isin")
+def _isin(view: NodeView) -> Strategy | None:
+    """Each element is looked up in all test elements, which are no operand of the same extent but a whole set."""
+    elements = view.tensor("elements")
+    if elements is None or elements.layout is None:
+        return None
+    return Strategy({elements.index: elements.layout}, (elements.layout,))
 
 
 @rule("aten.glu", "aten.glu_backward")

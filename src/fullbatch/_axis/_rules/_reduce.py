@@ -40,7 +40,7 @@ def _sum(view: NodeView) -> Strategy | None:
 
 @rule("aten.mean", "aten.mean.dim")
 def _mean(view: NodeView) -> Strategy | None:
-    """A mean over the batch is a sum divided by the whole batch's count: each summand is divided at once."""
+    """A mean over the batch is the sum of the microbatches' own means, each weighed by its share of the count."""
     found = _along(view)
     if found is None:
         return None
@@ -48,16 +48,17 @@ def _mean(view: NodeView) -> Strategy | None:
     if layout.dim not in dims:
         return Strategy({0: layout}, (_kept(layout, dims, _keepdim(view)),))
     count = torch.Size([source.shape[dim] for dim in dims]).numel()
-    return Strategy({0: layout}, (Partial(),), {}, _divided_sum(count))
+    return Strategy({0: layout}, (Partial(),), {}, _share_of_mean(count))
 
 
-def _divided_sum(count: int) -> Callable[..., Any]:
-    def sum_over_whole_batch(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-        return torch.sum(x, dim=dim, keepdim=keepdim, dtype=dtype).div_(count) if dim is not None else (
-            torch.sum(x, dtype=dtype).div_(count)
-        )
+def _share_of_mean(count: int) -> Callable[..., Any]:
+    """The mean of a slice, times its share: in half precision the sum of a slice may be out of range."""
 
-    return sum_over_whole_batch
+    def share_of_mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+        out = torch.mean(x, dim=dim, keepdim=keepdim, dtype=dtype) if dim is not None else torch.mean(x, dtype=dtype)
+        return out.mul_(x.numel() / max(out.numel(), 1) / count)
+
+    return share_of_mean
 
 
 @rule(
@@ -65,8 +66,7 @@ def _divided_sum(count: int) -> Callable[..., Any]:
     "aten.all.dim", "aten.any.dims", "aten.all.dims", "aten.prod.dim_int", "aten.logsumexp", "aten.var.correction",
     "aten.var_mean.correction", "aten.std.correction", "aten.std_mean.correction", "aten.var.dim", "aten.std.dim",
     "aten.linalg_vector_norm", "aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dim_dtype", "aten.median.dim",
-    "aten.nanmedian.dim", "aten.kthvalue", "aten.mode", "aten.count_nonzero.dim_IntList", "aten._unsafe_masked_index",
-    "aten.aminmax",
+    "aten.nanmedian.dim", "aten.kthvalue", "aten.mode", "aten.count_nonzero.dim_IntList", "aten.aminmax",
 )  # fmt: skip
 def _reduce_features(view: NodeView) -> Strategy | None:
     found = _along(view)
@@ -88,8 +88,7 @@ def _count_nonzero(view: NodeView) -> Strategy | None:
 
 @rule(
     "aten._softmax", "aten._log_softmax", "aten.cumsum", "aten.cumprod", "aten.logcumsumexp", "aten.cummax",
-    "aten.cummin", "aten.sort", "aten.sort.stable", "aten.topk", "aten.argsort", "aten.renorm",
-    "aten._safe_softmax",
+    "aten.cummin", "aten.sort", "aten.sort.stable", "aten.topk", "aten.argsort", "aten._safe_softmax",
 )  # fmt: skip
 def _scan(view: NodeView) -> Strategy | None:
     """Runs along one dimension and keeps all: independent along every other."""
@@ -100,6 +99,15 @@ def _scan(view: NodeView) -> Strategy | None:
     if dim == source.layout.dim:
         return None
     return Strategy({0: source.layout}, tuple(source.layout for _ in view.outputs))
+
+
+@rule("aten.renorm")
+def _renorm(view: NodeView) -> Strategy | None:
+    """Each sub-tensor along `dim` is scaled by its norm over every other dimension."""
+    source = view.operands[0]
+    if source.layout is None or view.dim("dim", source) != source.layout.dim:
+        return None
+    return Strategy({0: source.layout}, (source.layout,))
 
 
 @rule("aten._softmax_backward_data", "aten._log_softmax_backward_data")

@@ -48,7 +48,7 @@ def _place(outer: int, inner: int, out: tuple[int, ...], begin: int, end: int, b
     return None
 
 
-@rule("aten.view", "aten._unsafe_view", "aten.reshape")
+@rule("aten.view", "aten._unsafe_view")
 def _view(view: NodeView) -> Strategy | None:
     source = view.operands[0]
     if source.layout is None:
@@ -76,7 +76,7 @@ def _permute(view: NodeView) -> Strategy | None:
     return _moved(view, source, order.index(source.layout.dim) if source.layout else None)
 
 
-@rule("aten.transpose.int", "aten.t", "aten.numpy_T", "aten.swapaxes")
+@rule("aten.transpose.int", "aten.t", "aten.numpy_T")
 def _transpose(view: NodeView) -> Strategy | None:
     source = view.operands[0]
     if source.layout is None:
@@ -100,6 +100,7 @@ def _unsqueeze(view: NodeView) -> Strategy | None:
 
 @rule("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
 def _squeeze(view: NodeView) -> Strategy | None:
+    """Named or not: a microbatch of one sample must not lose its own dimension."""
     source = view.operands[0]
     if source.layout is None:
         return None
@@ -108,9 +109,14 @@ def _squeeze(view: NodeView) -> Strategy | None:
     if source.layout.dim in gone:
         return None
     dim = source.layout.dim - sum(1 for other in gone if other < source.layout.dim)
-    # Named explicitly: a microbatch of one sample must not lose its own dimension.
-    fn = None if "dim" in view.args else (lambda x: x.squeeze(tuple(gone)))
-    return Strategy({0: source.layout}, (source.layout.at(dim),), {}, fn)
+    return Strategy({0: source.layout}, (source.layout.at(dim),), {}, _squeezed(tuple(sorted(gone))))
+
+
+def _squeezed(dims: tuple[int, ...]) -> Any:
+    def squeezed(x: Any, *_: Any) -> Any:
+        return x.squeeze(dims)
+
+    return squeezed
 
 
 @rule("aten.expand")
@@ -132,6 +138,8 @@ def _repeat(view: NodeView) -> Strategy | None:
         return None
     dim = source.layout.dim + len(view.shape) - source.ndim
     times = int(view.args["repeats"][dim])
+    if times == 0:
+        return None
     layout = Layout(dim, source.layout.outer * times, source.layout.inner)
     return Strategy({0: source.layout}, (layout,))
 
@@ -274,8 +282,6 @@ def _select(view: NodeView) -> Strategy | None:
         return None
     dim, layout = view.dim("dim", source), source.layout
     if dim == layout.dim:
-        if layout.inner != 1 or layout.outer == 1:
-            return None
         return None
     return _moved(view, source, layout.dim - (dim < layout.dim))
 
@@ -312,8 +318,9 @@ def _unfold(view: NodeView) -> Strategy | None:
 
 @rule("aten.unfold_backward")
 def _unfold_backward(view: NodeView) -> Strategy | None:
+    """The last dimension of the gradient is the window's, which the input does not have."""
     grad = view.operands[0]
-    if grad.layout is None or int(view.args["dim"]) % len(view.shape) == grad.layout.dim:
+    if grad.layout is None or grad.layout.dim in (int(view.args["dim"]) % len(view.shape), len(view.shape)):
         return None
     patch = {"input_sizes": scaled_shape(view.shape, grad.layout)}
     return Strategy({0: grad.layout}, (grad.layout,), patch)
@@ -335,8 +342,11 @@ def _diagonal(view: NodeView) -> Strategy | None:
 
 @rule("aten.view_as_real", "aten.view_as_complex", "aten.view.dtype")
 def _reinterpret(view: NodeView) -> Strategy | None:
+    """Only the last dimension changes its extent, or comes or goes."""
     source = view.operands[0]
     if source.layout is None or source.layout.dim >= min(source.ndim, len(view.shape)):
+        return None
+    if view.shape[source.layout.dim] != source.shape[source.layout.dim]:
         return None
     return _moved(view, source, source.layout.dim)
 

@@ -1,0 +1,30 @@
+# Two commands do all on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all lint clean
+
+demo: $(STAMP)
+	$(BIN)/python demo/segmentation.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests demo benchmarks
+	$(BIN)/ruff format --check src tests demo benchmarks
+	$(BIN)/mypy
+
+# constraints.txt pins what the tests were seen to pass with; a user's own install is not bound by it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,demo]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo/out src/*.egg-info
