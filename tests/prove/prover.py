@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from fullbatch._axis._build import Builder, _draws
 from fullbatch._axis._rules import RULES
 from fullbatch._axis._rules._pointwise import is_pointwise
+from fullbatch._capture._clean import clean
 from fullbatch._ir import Kind, Layout, Origin, Reduction, Task
 from fullbatch._run._executor import add_moments, cut, paste
 
@@ -233,6 +235,8 @@ def difference(value: torch.Tensor, expected: torch.Tensor, values: bool = True)
         return f"no tensor but {type(value).__name__}"
     if value.shape != expected.shape or value.dtype != expected.dtype:
         return f"{value.dtype}{list(value.shape)} is not {expected.dtype}{list(expected.shape)}"
+    if expected.dtype is torch.complex32:
+        value, expected = value.to(torch.complex64), expected.to(torch.complex64)
     if not values or expected.numel() == 0 or torch.equal(value, expected):
         return ""
     if not (expected.is_floating_point() or expected.is_complex()):
@@ -249,6 +253,45 @@ def difference(value: torch.Tensor, expected: torch.Tensor, values: bool = True)
             return ""
     error = float((value - expected).abs().max() / max(float(expected.abs().max()), 1e-12))
     return "" if error <= (1e-9 if exact else 2e-2 if expected.dtype.itemsize == 2 else 1e-4) else f"error {error:.1e}"
+
+
+def prove_function(fn: Any, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout | None], batch: int) -> set[str]:
+    """Proves what `fn` is made of, as one graph: every value against the whole batch's.
+
+    Returns the operators that ran by microbatches, so that a test can say which have to.
+    """
+    module = make_fx(fn)(*tensors)
+    clean(module.graph)
+    builder = Builder(batch)
+    truth: dict[fx.Node, Any] = {}
+    inputs: dict[int, Any] = {}
+    given = iter(zip(tensors, layouts, strict=True))
+
+    def value(nest: Any) -> Any:
+        return tree_map(lambda leaf: truth[leaf] if isinstance(leaf, fx.Node) else leaf, nest)
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            truth[node], layout = next(given)
+            node.meta["val"] = truth[node]
+            inputs[builder.input(node, layout)] = truth[node]
+        elif node.op == "call_function":
+            truth[node] = node.target(*value(node.args), **value(node.kwargs))
+            node.meta["val"] = truth[node]
+            builder.node(node, Origin(op=str(node.target)))
+    for samples in splits(batch):
+        env = lockstep(builder.tasks, builder, inputs, samples)
+        bounds = [(sum(samples[:at]), sum(samples[: at + 1])) for at in range(len(samples))]
+        for node, ident in builder._of.items():
+            layout = builder.values[ident].layout
+            if layout is None:
+                assert not difference(env[ident], truth[node]), f"{node}: {difference(env[ident], truth[node])}"
+                continue
+            for part, (begin, end) in zip(env[ident], bounds, strict=True):
+                error = difference(part, cut(truth[node], layout, begin, end, batch))
+                assert not error, f"{node} of samples {begin}:{end}: {error}"
+    local = {task.origin.op for task in builder.tasks if task.kind is Kind.LOCAL and task.inputs}
+    return {name.removeprefix("aten.").rsplit(".", 1)[0] for name in local}
 
 
 # ---- choices of layouts
@@ -419,4 +462,4 @@ def _turned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-__all__ = ["POINTWISE", "Call", "Ledger", "Prover", "choices", "direct", "lockstep", "rule_name"]
+__all__ = ["POINTWISE", "Call", "Ledger", "Prover", "choices", "direct", "lockstep", "prove_function", "rule_name"]

@@ -179,6 +179,8 @@ def explain_refusal(error: BaseException) -> tuple[FullbatchError, BaseException
     reason = text.split("from user code:")[0].strip().split("\n\n")[0]
     lines = [line.strip() for line in reason.splitlines() if line.strip() and not line.strip().startswith("Hint:")]
     reason = " ".join(lines).replace(" Explanation:", ":")[:600]
+    if "use_numpy_random_stream" in reason:
+        reason = "numpy draws random numbers in it, which would not come from numpy's generator."
     return CaptureError.of(
         f"The step cannot be captured as one graph: {reason}",
         got=_user_line(trace),
@@ -230,7 +232,7 @@ def check_loss(graph: fx.GraphModule) -> fx.Node:
     _check_data_dependence(graph)
     marked = [node for node in graph.graph.nodes if node.target in (torch.ops.fullbatch.loss, torch.ops.fullbatch.loss.default)]
     if len(marked) != 1:
-        raise bad_loss("a graph without a loss", "a tensor computed from the model")
+        raise bad_loss("no tensor", "a scalar tensor, or (loss, aux)")
     example = marked[0].meta["example_value"]
     if example.numel() != 1:
         raise bad_loss(

@@ -31,7 +31,7 @@ def commit(pending: Pending, inputs: Sequence[torch.Tensor]) -> None:
     Hooks that may change a gradient, or raise, run before anything is written.
     """
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         for at, (parameter, gradient) in enumerate(pending.gradients):
             hooks: dict[int, Any] = getattr(parameter, "_backward_hooks", None) or {}
             for hook in list(hooks.values()):

@@ -1,0 +1,231 @@
+"""Every placement rule, proved: an operator run in microbatches as its rule says gives what it gives on the whole batch.
+
+Operators and operands come from torch's own sample inputs (OpInfo), forward and backward, and from `samples`, which
+adds what those leave out. The last test asks that no rule be unproved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from prove.prover import POINTWISE, Ledger, Prover, direct, prove_function
+from prove.samples import SAMPLES
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves
+
+from fullbatch._axis._rules import RULES
+from fullbatch._ir import Layout
+from fullbatch._run._executor import cut, paste
+
+DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)
+SAMPLES_OF_EACH = 8
+
+UNPROVED = {
+    "aten._fused_rms_norm_backward": "has no CPU kernel",
+    "aten._scaled_dot_product_attention_math_for_mps": "Apple GPUs only",
+    "aten._scaled_dot_product_cudnn_attention": "CUDA only",
+    "aten._scaled_dot_product_cudnn_attention_backward": "CUDA only",
+    "aten._scaled_dot_product_efficient_attention": "CUDA only",
+    "aten._scaled_dot_product_efficient_attention_backward": "CUDA only",
+    "aten._scaled_dot_product_flash_attention": "CUDA only",
+    "aten._scaled_dot_product_flash_attention_backward": "CUDA only",
+    "aten._scaled_dot_product_fused_attention_overrideable": "a hook for other backends",
+    "aten.batch_norm_elemt": "CUDA only",
+    "aten.cudnn_batch_norm": "CUDA only",
+    "aten.cudnn_convolution": "CUDA only",
+}
+
+LEDGER = Ledger()
+PROVER = Prover(LEDGER, most=40, calls=40)
+RUN: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(threads)
+
+
+def differentiate(out: Any, nest: Any = None) -> None:
+    """The backward of the sum of squares of all outputs, for the leaves in `nest` or for all."""
+    outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    total = [(torch.view_as_real(leaf) if leaf.is_complex() else leaf).square().sum() for leaf in outs]
+    leaves = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if total and nest is None:
+        torch.autograd.backward(total)
+    elif total and leaves:
+        torch.autograd.grad(total, leaves, allow_unused=True)
+
+
+def failures(before: int) -> str:
+    """What failed since `before`, the first few."""
+    found = LEDGER.failures[before:]
+    return f"{len(found)} wrong:\n" + "\n".join(found[:5]) if found else ""
+
+
+@pytest.mark.parametrize("op", op_db, ids=lambda op: op.full_name if hasattr(op, "full_name") else op.name)
+def test_opinfo(op: Any) -> None:
+    before = len(LEDGER.failures)
+    supported = op.supported_dtypes("cpu")
+    for dtype in [dtype for dtype in DTYPES if dtype in supported][:2]:
+        smooth = op.supports_autograd and (dtype.is_floating_point or dtype in op.supported_backward_dtypes("cpu"))
+        try:
+            samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=smooth), 80))
+        except Exception:  # torch makes no samples of this kind
+            continue
+        for sample in samples[:: max(1, len(samples) // SAMPLES_OF_EACH)]:
+            nest = (sample.input, sample.args, sample.kwargs)
+            try:
+                with PROVER:
+                    out = op(sample.input, *sample.args, **sample.kwargs)
+                    if smooth:
+                        differentiate(out, nest)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
+                pass  # torch itself does not run this sample here; what ran before has been proved
+    RUN.add(op.full_name if hasattr(op, "full_name") else op.name)
+    assert not failures(before), failures(before)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_sample(name: str) -> None:
+    before = len(LEDGER.failures)
+    with Prover(LEDGER, most=60, calls=80):
+        differentiate(SAMPLES[name]())
+    RUN.add(name)
+    assert not failures(before), failures(before)
+
+
+# ---- what takes more than one operator: an index that counts the samples
+
+
+def _rand(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+B = 6
+FIRST = Layout(0)
+COUNTED = {
+    "x[arange, y]": (lambda x, y: x[torch.arange(B), y], (_rand(B, B), torch.randint(B, (B,))), {"index"}),
+    "x[arange]": (lambda x, y: x[torch.arange(B)] * y, (_rand(B, 4), _rand(B, 4)), {"index", "mul"}),
+    "x[arange[:, None], y]": (
+        lambda x, y: x[torch.arange(B)[:, None], y], (_rand(B, B, 3), torch.randint(B, (B, B))), {"index"},
+    ),
+    "x[arange[:, None], y[None]]": (
+        lambda x, y: x[torch.arange(B)[:, None], y[None]], (_rand(B, B), torch.randint(B, (B,))), set(),
+    ),
+    "x[y[:, None], arange]": (
+        lambda x, y: x[y[:, None], torch.arange(B)], (_rand(B, B), torch.randint(B, (B,))), set(),
+    ),
+    "x[y, arange]": (lambda x, y: x[y, torch.arange(B)], (_rand(B, B), torch.randint(B, (B,))), {"index"}),
+    "x[arange, arange]": (lambda x: x[torch.arange(B), torch.arange(B)], (_rand(B, B),), set()),
+    "x[arange, :, y]": (
+        lambda x, y: x[torch.arange(B), :, y], (_rand(B, 3, B), torch.randint(B, (B,))), {"index"},
+    ),
+    "put(x, arange, y)": (
+        lambda x, y: torch.index_put(x, (torch.arange(B), y), torch.ones(B, dtype=x.dtype)),
+        (_rand(B, B), torch.randint(B, (B,))), {"index_put"},
+    ),
+    "put(zeros, arange, y, values)": (
+        lambda y, v: torch.index_put(v.new_zeros(B, B), (torch.arange(B), y), v, accumulate=True),
+        (torch.randint(B, (B,)), _rand(B)), {"index_put"},
+    ),
+    "put(zeros, y, arange, values)": (
+        lambda y, v: torch.index_put(v.new_zeros(B, B), (y, torch.arange(B)), v, accumulate=True),
+        (torch.randint(B, (B,)), _rand(B)), {"index_put"},
+    ),
+    "put(zeros, arange[:, None], y, values)": (
+        lambda y, v: torch.index_put(v.new_zeros(B, B, 2), (torch.arange(B)[:, None], y), v, accumulate=True),
+        (torch.randint(B, (B, 4)), _rand(B, 4, 2)), {"index_put"},
+    ),
+    "put(zeros, arange[:, None], y[None], values)": (
+        lambda y, v: torch.index_put(v.new_zeros(B, B), (torch.arange(B)[:, None], y[None]), v, accumulate=True),
+        (torch.randint(B, (B,)), _rand(B, B)), set(),
+    ),
+    "put(ones, y, values)": (
+        lambda y, v: torch.index_put(v.new_ones(B, 4), (y,), v), (torch.randperm(B), _rand(B, 4)), set(),
+    ),
+    "put(zeros, features, values)": (
+        lambda v: torch.index_put(v.new_zeros(B, 8), (None, torch.tensor([1, 3, 5])), v), (_rand(B, 3),), {"index_put"},
+    ),
+    "scatter_add(zeros)": (
+        lambda y, v: torch.scatter_add(v.new_zeros(4), 0, y, v), (torch.randint(4, (B,)), _rand(B)), {"scatter_add"},
+    ),
+    "index_add(zeros)": (
+        lambda y, v: torch.index_add(v.new_zeros(4, 3), 0, y, v), (torch.randint(4, (B,)), _rand(B, 3)), {"index_add"},
+    ),
+    "reversed arange": (lambda x: x[torch.arange(B - 1, -1, -1)], (_rand(B, 3),), set()),
+    "arange from one": (lambda x, y: x[torch.arange(1, B + 1) - 1, y], (_rand(B, B), torch.randint(B, (B,))), set()),
+    "norm with running statistics": (
+        lambda x, m, v: torch.ops.aten._native_batch_norm_legit_functional(x, None, None, m, v, True, 0.1, 1e-5)[0],
+        (_rand(B, 3), torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)), set(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_counted(name: str) -> None:
+    fn, tensors, must = COUNTED[name]
+    for layouts in itertools.product(*([None, FIRST] for _ in tensors)):
+        if name.startswith("norm") and any(layouts[1:]):
+            continue
+        if any(layouts):
+            local = prove_function(fn, tensors, layouts, B)
+            assert all(layouts) is False or must <= local, f"{must - local} ran on the whole batch"
+
+
+def test_cut_and_paste() -> None:
+    """A layout's slices by the arithmetic of its definition, and every element back where it came from."""
+    for dim, outer, inner, batch in itertools.product(range(3), (1, 2, 3), (1, 2), (2, 3)):
+        shape = [4, 4, 4]
+        shape[dim] = outer * batch * inner
+        whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        layout, again = Layout(dim, outer, inner), torch.full(shape, -1.0)
+        for begin, end in ((0, 1), (1, batch)):
+            at = [
+                (o * batch + b) * inner + i for o in range(outer) for b in range(begin, end) for i in range(inner)
+            ]
+            part = cut(whole, layout, begin, end, batch)
+            assert torch.equal(part, whole.index_select(dim, torch.tensor(at)))
+            assert part.is_contiguous()
+            paste(again, part, layout, begin, end, batch)
+        assert torch.equal(again, whole)
+
+
+def test_prover_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof is worth something: a rule that calls a softmax over the batch local is caught, and so is a lost sum."""
+    from fullbatch._axis._node import Strategy
+
+    def local(view: Any) -> Any:
+        source = view.operands[0]
+        return source.layout and Strategy({0: source.layout}, (source.layout,))
+
+    monkeypatch.setitem(RULES._rules, "aten._softmax", local)
+    ledger = Ledger()
+    with Prover(ledger):
+        direct(torch.ops.aten._softmax.default, _rand(4, 4), 0, False)
+    assert any("S(0;1,1)" in failure for failure in ledger.failures)
+    assert not any("S(1;1,1)']: o" in failure for failure in ledger.failures)
+
+
+def test_every_rule_is_proved() -> None:
+    if len(RUN) < len(op_db) // 2:
+        pytest.skip("runs after the other tests of this file")
+    missing = [name for name in RULES.names() if not LEDGER.proofs[name] and name not in UNPROVED]
+    assert not missing, f"never proved: {missing}"
+    known = [name for name in UNPROVED if LEDGER.proofs[name] or name not in RULES.names()]
+    assert not known, f"no longer unproved: {known}"
+    print(
+        f"\n{LEDGER.choices} choices of layouts, {sum(LEDGER.proofs.values())} proofs ({sum(LEDGER.folded.values())} with a "
+        f"folded batch) of {len(LEDGER.operators)} operators by {len(LEDGER.proofs)} rules"
+        f" ({LEDGER.proofs[POINTWISE]} by torch's pointwise tag); least proved: {LEDGER.proofs.most_common()[:-12:-1]}"
+    )
