@@ -64,11 +64,11 @@ def _joined(program: Program, task: Task, parts: list[torch.Tensor], samples: tu
     return whole
 
 
-class Replay(_torch.DispatchMode):
+class Replay(_torch.DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its mode untyped
     """While it is entered, random operators return `draws` in order."""
 
     def __init__(self, draws: Draws) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draws, self._active = draws, bool(draws)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fullbatch._captured import Captured, Request
-from fullbatch._capture._frontend import Frontend, bad_loss
+from fullbatch._capture._frontend import Frontend
 from fullbatch._capture._modules import traceable
 from fullbatch._errors import BatchError, FullbatchError, LossError, ModelError, VerifyError
 from fullbatch._hooks import refuse_hooks
@@ -182,9 +182,6 @@ class Step:
                 self._changes.clear()
             elif not call.only_plan:
                 self._note_change(batch, moved)
-        if call.pending is None:
-            got = result[0] if isinstance(result[0], str) else "a value that no tensor operation made"
-            raise bad_loss(got, "a scalar tensor, or (loss, aux)")
         return result
 
     def _on_graph(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fullbatch import _torch
 from fullbatch._errors import VerifyError
 from fullbatch._memory._free import free_bytes
 from fullbatch._replay import Draws, Replay
@@ -73,7 +74,7 @@ class LastBatch:
     """The last batch without keeping it alive: its nest, with weak references in place of tensors."""
 
     def __init__(self, batch: Any) -> None:
-        self._nest = map_tensors(lambda tensor: _Weak(tensor), batch)  # type: ignore[arg-type,return-value]
+        self._nest = map_tensors(lambda tensor: _Weak(tensor), batch)
 
     def get(self) -> Any:
         """The batch, or None where one of its tensors is gone."""
@@ -160,8 +161,7 @@ def _twin(model: Any, dtype: torch.dtype) -> Any:
         module.to(dtype)
         module.zero_grad(set_to_none=True)
         for parameter in module.parameters():  # hooks of the user's must not see a trial run
-            parameter._backward_hooks = None
-            parameter._post_accumulate_grad_hooks = None
+            _torch.drop_hooks(parameter)
     return twin
 
 

@@ -59,7 +59,7 @@ def _quiet() -> Iterator[None]:
 def differentiate(out: Any, nest: Any = None) -> None:
     """The backward of the sum of squares of all outputs, for the leaves in `nest` or for all."""
     outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    total = [(torch.view_as_real(leaf) if leaf.is_complex() else leaf).square().sum() for leaf in outs]
+    total = [(leaf * leaf.conj()).real.sum() if leaf.is_complex() else leaf.square().sum() for leaf in outs]
     leaves = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if total and nest is None:
         torch.autograd.backward(total)
@@ -77,7 +77,8 @@ def failures(before: int) -> str:
 def test_opinfo(op: Any) -> None:
     before = len(LEDGER.failures)
     supported = op.supported_dtypes("cpu")
-    for dtype in [dtype for dtype in DTYPES if dtype in supported][:2]:
+    dtypes = [dtype for dtype in DTYPES if dtype in supported][:2]
+    for dtype in [dtype for dtype in dtypes if dtype is not torch.float32 or dtype is dtypes[0]]:
         smooth = op.supports_autograd and (dtype.is_floating_point or dtype in op.supported_backward_dtypes("cpu"))
         try:
             samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=smooth), 80))
@@ -155,7 +156,7 @@ COUNTED = {
         lambda y, v: torch.index_put(v.new_ones(B, 4), (y,), v), (torch.randperm(B), _rand(B, 4)), set(),
     ),
     "put(zeros, features, values)": (
-        lambda v: torch.index_put(v.new_zeros(B, 8), (None, torch.tensor([1, 3, 5])), v), (_rand(B, 3),), {"index_put"},
+        lambda v: torch.ops.aten.index_put(v.new_zeros(B, 8), [None, torch.tensor([1, 3, 5])], v), (_rand(B, 3),), {"index_put"},
     ),
     "scatter_add(zeros)": (
         lambda y, v: torch.scatter_add(v.new_zeros(4), 0, y, v), (torch.randint(4, (B,)), _rand(B)), {"scatter_add"},

@@ -71,10 +71,7 @@ class Frontend:
         return watched
 
     def __call__(self, model: Any, batch: Any, moved: Any) -> Any:
-        """(loss, aux, has_aux) as the runner returned them. `moved` is the device to bring batch tensors to, or None.
-
-        Without a runner's answer, where no tensor was computed, loss is a description of what loss_fn returned.
-        """
+        """(loss, aux, has_aux) as the runner returned them. `moved` is the device to bring batch tensors to, or None."""
         if self._held > 64:  # guards are checked one capture after another: do not keep them without end
             self._renew()
         local = {"model": model, "batch": batch, "moved": moved, "epoch": self._epoch, "loss_fn": self._loss_fn}
@@ -108,6 +105,9 @@ class Frontend:
             return []
 
 
+_NO_LOSS = "fullbatch: "  # begins the message of an exception that carries a LossError through Dynamo
+
+
 def _whole_step(loss_fn: Callable[..., Any]) -> Any:
     mark = _torch.loss_marker()
 
@@ -120,12 +120,12 @@ def _whole_step(loss_fn: Callable[..., Any]) -> Any:
         if isinstance(result, torch.Tensor):
             return mark(result), None, False
         if not isinstance(result, tuple):
-            return f"a {type(result).__name__}", None, False
+            raise TypeError(f"{_NO_LOSS}a {type(result).__name__}")
         if len(result) != 2:
-            return f"a tuple of {len(result)}", None, False
+            raise TypeError(f"{_NO_LOSS}a tuple of {len(result)}")
         loss, aux = result
         if not isinstance(loss, torch.Tensor):
-            return f"a tuple of a {type(loss).__name__} and a {type(aux).__name__}", None, False
+            raise TypeError(f"{_NO_LOSS}a tuple of a {type(loss).__name__} and a {type(aux).__name__}")
         return mark(loss), aux, True
 
     return whole_step
@@ -151,7 +151,7 @@ def _user_line(trace: str) -> str:
     lines = _LINE.findall(trace)
     theirs = [line for line in lines if not line[0].startswith((_OURS, _TORCH, "<"))]
     if not theirs:
-        return "unknown line"
+        return "loss_fn"
     file, number, function, code = theirs[-1]
     return f"{file}:{number} in {function}: {code.strip()}"
 
@@ -168,7 +168,11 @@ def explain_refusal(error: BaseException) -> tuple[FullbatchError, BaseException
         cause = cause.__cause__ or cause.__context__
     text = str(error)
     trace = text.split("from user code:")[-1] if "from user code:" in text else ""
-    original = None if _needs_data(text) else _torch.original_exception(error)
+    original = _torch.original_exception(error)
+    if not isinstance(original, AssertionError) and _needs_data(text):
+        original = None
+    if original is not None and str(original).startswith(_NO_LOSS):
+        return bad_loss(str(original).removeprefix(_NO_LOSS), "a scalar tensor, or (loss, aux)"), error
     if original is not None:
         return CaptureError.of(
             f"loss_fn raises {type(original).__name__}: {original}"[:600],

@@ -32,6 +32,7 @@ class Joint:
     outputs: list[fx.Node | Any] = field(default_factory=list)  # in the order the runner must return them
     gradients: dict[int, fx.Node | None] = field(default_factory=dict)  # position of the input -> its gradient
     loss: int = 0  # position of the loss among the outputs
+    values: dict[fx.Node, int] = field(default_factory=dict)  # value of the program that stands for a result
 
 
 class _Holder(nn.Module):

@@ -20,6 +20,9 @@ _FOREIGN = {"torch", *sys.stdlib_module_names}
 _METHODS = (FunctionType, staticmethod, classmethod, property)
 _PLAIN = (torch.Tensor, ModuleType, type, FunctionType, CodeType, str, bytes, int, tuple, list, set, frozenset)
 
+# Watched with their module, or guarded by Dynamo itself.
+_OF_MODULES = ("._parameters", "._buffers", "._modules", "_hooks", "_hooks_with_kwargs")
+
 
 class Watch:
     """The names that a captured step could see, by the expressions under which it saw them."""
@@ -28,6 +31,8 @@ class Watch:
         self._seen: list[tuple[str, Any]] = []
         classes: dict[type, None] = {}
         for text in dict.fromkeys(expressions):
+            if text.endswith(_OF_MODULES):
+                continue
             try:
                 value = eval(text, scope)  # noqa: S307 - an expression of Dynamo's own making
             except Exception:  # not one that can be evaluated outside of a guard

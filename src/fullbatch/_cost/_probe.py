@@ -154,7 +154,7 @@ class Prober:
             end = time.time_ns()
         except Exception:  # an operator that refuses zeros, such as a Cholesky factor
             return
-        outputs = []
+        outputs: list[tuple[Meta, int, int | None] | None] = []
         results = (results,) if task.single or task.kind in (Kind.SLICE, Kind.GATHER, Kind.REDUCE) else tuple(results)
         shown = {tensor.untyped_storage().data_ptr(): at for at, tensor in enumerate(inputs) if tensor.numel()}
         mine: dict[int, int] = {}

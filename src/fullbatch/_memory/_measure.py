@@ -64,11 +64,15 @@ class Measurement:
         return capture.get().rstrip()
 
 
-def measure(fn: Callable[[], Any], device: torch.device | str = "cpu") -> Measurement:
+def measure(fn: Callable[[], Any], device: torch.device | str | None = None) -> Measurement:
     """Calls ``fn()`` once and returns the exact peak of the bytes it allocated on ``device``.
+
+    ``device`` None is the current CUDA device where the process uses CUDA already, else the CPU.
 
     Raises :class:`fullbatch._errors.MeasureError` if a profiler is already running. Errors of ``fn`` pass through.
     """
+    if device is None:
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
     where = torch.device(device)
     if where.type == "cuda":
         return _measure_cuda(fn, where)

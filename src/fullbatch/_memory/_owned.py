@@ -86,7 +86,7 @@ def predicted_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
             twins = {id(p): _twin(mode, p) for p in parameters}
             twin = copy.copy(optimizer)
             twin.__dict__ = {**optimizer.__dict__}
-            twin.state = type(optimizer.state)(dict)  # type: ignore[call-arg]
+            twin.state = type(optimizer.state)(dict)
             twin.param_groups = [
                 {**group, "params": [twins[id(p)] for p in group["params"]]} for group in optimizer.param_groups
             ]

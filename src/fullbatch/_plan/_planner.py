@@ -80,7 +80,8 @@ class Planner:
 
     def _candidates(self, room: int | None, microbatch: int | None) -> list[_Candidate]:
         """At most one microbatch size for each price, fastest first; those that do not fit last, smallest first."""
-        fits, others = [], []
+        fits: list[_Candidate] = []
+        others: list[_Candidate] = []
         sizes = [microbatch] if microbatch is not None else microbatch_sizes(self._program.batch)
         for price in PRICES if self._stages.count > 1 else PRICES[:1]:
             if room is None:
