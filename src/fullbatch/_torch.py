@@ -122,6 +122,11 @@ def guarded(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[...
     return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)  # type: ignore[no-any-return]
 
 
+def forget(code: CodeType) -> None:
+    """Drops all captures of `code`, and what Dynamo holds for them."""
+    torch._dynamo.eval_frame.reset_code(code)
+
+
 DynamoError = torch._dynamo.exc.TorchDynamoException
 
 

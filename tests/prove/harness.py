@@ -14,7 +14,7 @@ from torch import fx
 
 from fullbatch._ir import Kind
 from fullbatch._plan._keep import choose_keep
-from fullbatch._plan._schedule import ALL, Do, make_schedule
+from fullbatch._plan._schedule import ALL, Do, Keep, make_schedule
 from fullbatch._run._executor import Executor, cut
 
 
@@ -36,7 +36,7 @@ def differences(captured: Any, inputs: list[torch.Tensor], microbatch: int, tole
     """What differs, in order: "name: error" of each value that is not the slice, or the whole, of its node."""
     program, joint = captured.program, captured.joint
     truth = _Recorder(joint.module, joint.graph).run_on({node: inputs[at] for node, at in joint.placeholders.items()})
-    schedule = make_schedule(program, captured.stages, choose_keep(program, 0.0), microbatch)
+    schedule = make_schedule(program, captured.stages, Keep(choose_keep(program, 0.0)), microbatch)
     executor = Executor(program, schedule)
     found: list[str] = []
     env: dict[Any, Any] = {(value, ALL): inputs[at] for at, value in program.inputs.items()}

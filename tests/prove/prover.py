@@ -31,6 +31,7 @@ from fullbatch._run._executor import add_moments, cut, paste
 
 aten = torch.ops.aten
 POINTWISE = "tagged pointwise"
+EXPANDED = "an expansion"
 _UNDEFINED = ("aten.empty", "aten.new_empty", "aten.resize", "aten._local_scalar")  # outputs without a value
 _READS_FILLS = ("index_put", "_unsafe_index_put", "scatter_add", "index_add")
 
@@ -226,7 +227,7 @@ def rule_name(target: Any) -> str:
     for name in (full, full.rsplit(".", 1)[0]):
         if name in names:
             return name
-    return POINTWISE if is_pointwise(target) else "an expansion"
+    return POINTWISE if is_pointwise(target) else EXPANDED
 
 
 def difference(value: torch.Tensor, expected: torch.Tensor, values: bool = True) -> str:
@@ -275,6 +276,9 @@ def prove_function(fn: Any, tensors: Sequence[torch.Tensor], layouts: Sequence[L
             truth[node], layout = next(given)
             node.meta["val"] = truth[node]
             inputs[builder.input(node, layout)] = truth[node]
+        elif node.op == "get_attr":
+            truth[node] = node.meta["val"] = getattr(module, str(node.target))
+            builder.constant(node, truth[node])
         elif node.op == "call_function":
             truth[node] = node.target(*value(node.args), **value(node.kwargs))
             node.meta["val"] = truth[node]
@@ -462,4 +466,4 @@ def _turned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-__all__ = ["POINTWISE", "Call", "Ledger", "Prover", "choices", "direct", "lockstep", "prove_function", "rule_name"]
+__all__ = ["EXPANDED", "POINTWISE", "Call", "Ledger", "Prover", "choices", "direct", "lockstep", "prove_function", "rule_name"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from prove.prover import POINTWISE, Ledger, Prover, direct, prove_function
+from prove.prover import EXPANDED, POINTWISE, Ledger, Prover, direct, prove_function
 from prove.samples import SAMPLES
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
@@ -40,11 +40,6 @@ UNPROVED = {
     "aten.cudnn_convolution": "CUDA only",
 }
 
-LEDGER = Ledger()
-PROVER = Prover(LEDGER, most=40, calls=40)
-RUN: set[str] = set()
-
-
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -67,43 +62,47 @@ def differentiate(out: Any, nest: Any = None) -> None:
         torch.autograd.grad(total, leaves, allow_unused=True)
 
 
-def failures(before: int) -> str:
-    """What failed since `before`, the first few."""
-    found = LEDGER.failures[before:]
-    return f"{len(found)} wrong:\n" + "\n".join(found[:5]) if found else ""
-
-
-@pytest.mark.parametrize("op", op_db, ids=lambda op: op.full_name if hasattr(op, "full_name") else op.name)
-def test_opinfo(op: Any) -> None:
-    before = len(LEDGER.failures)
-    supported = op.supported_dtypes("cpu")
-    dtypes = [dtype for dtype in DTYPES if dtype in supported][:2]
+def prove_op(op: Any, prover: Prover) -> None:
+    """Proves what `op` is made of, forward and backward, for torch's samples of it in two dtypes."""
+    dtypes = [dtype for dtype in DTYPES if dtype in op.supported_dtypes("cpu")][:2]
     for dtype in [dtype for dtype in dtypes if dtype is not torch.float32 or dtype is dtypes[0]]:
-        smooth = op.supports_autograd and (dtype.is_floating_point or dtype in op.supported_backward_dtypes("cpu"))
+        smooth = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
         try:
             samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=smooth), 80))
         except Exception:  # torch makes no samples of this kind
             continue
         for sample in samples[:: max(1, len(samples) // SAMPLES_OF_EACH)]:
-            nest = (sample.input, sample.args, sample.kwargs)
             try:
-                with PROVER:
+                with prover:
                     out = op(sample.input, *sample.args, **sample.kwargs)
                     if smooth:
-                        differentiate(out, nest)
+                        differentiate(out, (sample.input, sample.args, sample.kwargs))
             except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
                 pass  # torch itself does not run this sample here; what ran before has been proved
-    RUN.add(op.full_name if hasattr(op, "full_name") else op.name)
-    assert not failures(before), failures(before)
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_sample(name: str) -> None:
-    before = len(LEDGER.failures)
-    with Prover(LEDGER, most=60, calls=80):
-        differentiate(SAMPLES[name]())
-    RUN.add(name)
-    assert not failures(before), failures(before)
+def test_every_rule_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    """One test, for it needs the whole count: what is wrong, and what was never proved."""
+    ledger = Ledger()
+    prover = Prover(ledger, most=40, calls=40)
+    for op in op_db:
+        prove_op(op, prover)
+    for fn in SAMPLES.values():
+        with Prover(ledger, most=60, calls=80):
+            differentiate(fn())
+    wrong = ledger.failures
+    assert not wrong, f"{len(wrong)} answers of rules are wrong:\n" + "\n".join(wrong[:20])
+    missing = [name for name in RULES.names() if not ledger.proofs[name] and name not in UNPROVED]
+    assert not missing, f"never proved: {missing}"
+    known = [name for name in UNPROVED if ledger.proofs[name] or name not in RULES.names()]
+    assert not known, f"no longer unproved: {known}"
+    rules = len(ledger.proofs) - 2  # the pointwise tag and the expansions are counted apart
+    with capsys.disabled():
+        print(
+            f"\n{sum(ledger.proofs.values())} answers proved of {ledger.choices} choices of layouts "
+            f"({sum(ledger.folded.values())} with a folded batch): {len(ledger.operators)} operators by {rules} rules, "
+            f"{ledger.proofs[POINTWISE]} by torch's pointwise tag, {ledger.proofs[EXPANDED]} by expansions"
+        )
 
 
 # ---- what takes more than one operator: an index that counts the samples
@@ -216,17 +215,3 @@ def test_prover_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         direct(torch.ops.aten._softmax.default, _rand(4, 4), 0, False)
     assert any("S(0;1,1)" in failure for failure in ledger.failures)
     assert not any("S(1;1,1)']: o" in failure for failure in ledger.failures)
-
-
-def test_every_rule_is_proved() -> None:
-    if len(RUN) < len(op_db) // 2:
-        pytest.skip("runs after the other tests of this file")
-    missing = [name for name in RULES.names() if not LEDGER.proofs[name] and name not in UNPROVED]
-    assert not missing, f"never proved: {missing}"
-    known = [name for name in UNPROVED if LEDGER.proofs[name] or name not in RULES.names()]
-    assert not known, f"no longer unproved: {known}"
-    print(
-        f"\n{LEDGER.choices} choices of layouts, {sum(LEDGER.proofs.values())} proofs ({sum(LEDGER.folded.values())} with a "
-        f"folded batch) of {len(LEDGER.operators)} operators by {len(LEDGER.proofs)} rules"
-        f" ({LEDGER.proofs[POINTWISE]} by torch's pointwise tag); least proved: {LEDGER.proofs.most_common()[:-12:-1]}"
-    )

@@ -45,12 +45,16 @@ class Frontend:
         self._renew()
 
     def _renew(self) -> None:
-        """A fresh code object: Dynamo keeps captures by code, and two steps must not share them."""
+        """A fresh code object: Dynamo keeps captures by code, and two steps must not share them.
+
+        Its globals are its own too: Dynamo puts what it compiled there, and it goes with them.
+        """
+        if hasattr(self, "_code"):
+            _torch.forget(self._code)
         whole_step = _whole_step(self._loss_fn)
         self._code: CodeType = whole_step.__code__.replace(co_name=f"whole_step_{id(self)}")
-        fresh = FunctionType(
-            self._code, whole_step.__globals__, "whole_step", whole_step.__defaults__, whole_step.__closure__
-        )
+        self._globals = dict(whole_step.__globals__)
+        fresh = FunctionType(self._code, self._globals, "whole_step", whole_step.__defaults__, whole_step.__closure__)
         self._call = _torch.guarded(fresh, self._backend)
         self._held = 0
 
@@ -75,7 +79,7 @@ class Frontend:
         if self._held > 64:  # guards are checked one capture after another: do not keep them without end
             self._renew()
         local = {"model": model, "batch": batch, "moved": moved, "epoch": self._epoch, "loss_fn": self._loss_fn}
-        self._scope = {"L": local, "G": globals()}
+        self._scope = {"L": local, "G": self._globals}
         drawn = random.getstate()
         try:
             with _torch.capture_settings(), torch.inference_mode(False), torch.enable_grad():
@@ -156,7 +160,7 @@ def _user_line(trace: str) -> str:
     return f"{file}:{number} in {function}: {code.strip()}"
 
 
-def explain_refusal(error: BaseException) -> tuple[FullbatchError, BaseException]:
+def explain_refusal(error: BaseException) -> tuple[FullbatchError, BaseException | None]:
     """Dynamo's refusal as ours (the line of the user's code, the reason, what to do), and its cause.
 
     The cause is the exception that loss_fn itself raises, where that is the reason.
@@ -172,7 +176,7 @@ def explain_refusal(error: BaseException) -> tuple[FullbatchError, BaseException
     if not isinstance(original, AssertionError) and _needs_data(text):
         original = None
     if original is not None and str(original).startswith(_NO_LOSS):
-        return bad_loss(str(original).removeprefix(_NO_LOSS), "a scalar tensor, or (loss, aux)"), error
+        return bad_loss(str(original).removeprefix(_NO_LOSS), "a scalar tensor, or (loss, aux)"), None
     if original is not None:
         return CaptureError.of(
             f"loss_fn raises {type(original).__name__}: {original}"[:600],

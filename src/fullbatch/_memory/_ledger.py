@@ -21,7 +21,7 @@ from fullbatch._ir import Origin, Program
 from fullbatch._memory._free import free_bytes
 from fullbatch._memory._owned import Owned, owned_bytes
 from fullbatch._plan._keep import choose_keep
-from fullbatch._plan._schedule import Do, Schedule, make_schedule
+from fullbatch._plan._schedule import Do, Keep, Schedule, make_schedule
 from fullbatch._size import format_bytes
 from fullbatch._step import Step
 from fullbatch._tree import leaves, named_tensors
@@ -105,7 +105,7 @@ def explain(
         device, named_tensors(model, "parameters").values(), named_tensors(model, "buffers").values(), tensors, optimizer
     )
     program, stages = step.captured.program, step.captured.stages
-    schedule = make_schedule(program, stages, choose_keep(program, 0.0), program.batch)
+    schedule = make_schedule(program, stages, Keep(choose_keep(program, 0.0)), program.batch)
     largest = max((value.nbytes(None, program.batch) for value in program.values), default=0)
     measured = step.captured.measured(program.batch) if 8 * largest < free_bytes(device) else None
     return _at_peak(program, schedule, owned, measured or estimated(program), measured is not None)

@@ -14,12 +14,15 @@ from fullbatch._cost._costs import Coster, estimated
 from fullbatch._errors import BudgetError, Fault
 from fullbatch._ir import Program
 from fullbatch._plan._keep import choose_keep
-from fullbatch._plan._schedule import Schedule, make_schedule
+from fullbatch._plan._schedule import Keep, Schedule, make_schedule
 from fullbatch._plan._simulate import Simulated, simulate
 from fullbatch._plan._stages import Stages
 from fullbatch._size import format_bytes
 
 PRICES = (0.0, 3.0, 6.0, 12.0, 30.0, 100.0, float("inf"))
+"""Of a byte that is held across stages, in bytes moved to recompute it."""
+WITHIN = (3.0, 10.0, 30.0, 60.0, 120.0, 250.0, 500.0, 1000.0, 2000.0, 4000.0)
+"""Of a byte that is held from forward to backward within a stage."""
 
 # Starting an operator costs about as much as moving this many bytes; it is what makes many tiny microbatches slow.
 _OVERHEAD = 40_000
@@ -38,6 +41,7 @@ class Choice:
 @dataclass(frozen=True)
 class _Candidate:
     price: float
+    within: float
     size: int
     schedule: Schedule
     simulated: Simulated
@@ -63,7 +67,7 @@ class Planner:
         for candidate in candidates:
             choice = self._exact(candidate)
             while room is not None and choice.simulated.peak > room and microbatch is None and choice.size > 1:
-                smaller = self._candidate(candidate.price, _next_smaller(self._program.batch, choice.size))
+                smaller = self._candidate(candidate.price, candidate.within, _next_smaller(self._program.batch, choice.size))
                 choice = self._exact(smaller)
             if best is None or choice.simulated.peak < best.simulated.peak:
                 best = choice
@@ -75,7 +79,7 @@ class Planner:
     def plain_peak(self) -> int:
         """Bytes that the whole batch at once allocates, by estimate."""
         if self._plain is None:
-            self._plain = self._candidate(0.0, self._program.batch).simulated.peak
+            self._plain = self._candidate(0.0, 0.0, self._program.batch).simulated.peak
         return self._plain
 
     def _candidates(self, room: int | None, microbatch: int | None) -> list[_Candidate]:
@@ -83,27 +87,41 @@ class Planner:
         fits: list[_Candidate] = []
         others: list[_Candidate] = []
         sizes = [microbatch] if microbatch is not None else microbatch_sizes(self._program.batch)
-        for price in PRICES if self._stages.count > 1 else PRICES[:1]:
-            if room is None:
-                return [self._candidate(price, sizes[0])]
-            low, high = 0, len(sizes) - 1
+        prices = PRICES if self._stages.count > 1 else PRICES[:1]
+        if room is None:
+            return [self._candidate(0.0, 0.0, sizes[0])]
+        largest = len(sizes) - 1
+        for price in prices:  # a higher price holds less, so that it fits at least as large a microbatch
+            low, high = 0, largest
             while low < high:
                 middle = (low + high) // 2
-                if self._candidate(price, sizes[middle]).simulated.peak <= room:
+                if self._candidate(price, 0.0, sizes[middle]).simulated.peak <= room:
                     high = middle
                 else:
                     low = middle + 1
-            found = self._candidate(price, sizes[low])
+            found = self._candidate(price, 0.0, sizes[low])
             (fits if found.simulated.peak <= room else others).append(found)
-            if found.simulated.peak <= room and found.size == sizes[0] and price == 0:
-                return [found]
+            if found in fits:
+                largest = low
+                if low == 0:
+                    break
+        if not fits:
+            # The smallest microbatch is too large as a whole: recompute inside a stage too.
+            for within in WITHIN:
+                tried = [self._candidate(price, within, sizes[-1]) for price in prices]
+                fits.extend(candidate for candidate in tried if candidate.simulated.peak <= room)
+                others.extend(candidate for candidate in tried if candidate not in fits)
         return sorted(fits, key=lambda c: c.time) + sorted(others, key=lambda c: c.simulated.peak)
 
-    def _candidate(self, price: float, size: int) -> _Candidate:
+    def _candidate(self, price: float, within: float, size: int) -> _Candidate:
+        keep = Keep(self._keep(price), self._keep(within) if within else None)
+        schedule = make_schedule(self._program, self._stages, keep, size)
+        return _Candidate(price, within, size, schedule, simulate(self._program, schedule, self._estimate))
+
+    def _keep(self, price: float) -> frozenset[int]:
         if price not in self._keeps:
             self._keeps[price] = choose_keep(self._program, price)
-        schedule = make_schedule(self._program, self._stages, self._keeps[price], size)
-        return _Candidate(price, size, schedule, simulate(self._program, schedule, self._estimate))
+        return self._keeps[price]
 
     def _exact(self, candidate: _Candidate) -> Choice:
         cost = self._measure(frozenset(candidate.schedule.samples))

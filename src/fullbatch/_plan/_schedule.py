@@ -108,8 +108,16 @@ def microbatches(batch: int, size: int) -> tuple[int, ...]:
     return (size,) * whole + ((rest,) if rest else ())
 
 
-def make_schedule(program: Program, stages: Stages, keep: frozenset[int], size: int) -> Schedule:
-    """All stages in order, each for all microbatches, recomputing what is not in `keep` where a later stage reads it."""
+@dataclass(frozen=True)
+class Keep:
+    """Values to hold: `across` stages, for all microbatches at once, and `within` one, from forward to backward."""
+
+    across: frozenset[int]
+    within: frozenset[int] | None = None  # None: all
+
+
+def make_schedule(program: Program, stages: Stages, keep: Keep, size: int) -> Schedule:
+    """All stages in order, each for all microbatches, recomputing what is not in `keep` where it is read later."""
     samples = microbatches(program.batch, size)
     by_id = program.by_id
     actions: list[Action] = []
@@ -127,15 +135,42 @@ def _verb(task: Task) -> Do:
     return {Kind.GATHER: Do.GATHER, Kind.REDUCE: Do.REDUCE}.get(task.kind, Do.RUN)
 
 
-def stage_body(program: Program, stages: Stages, keep: frozenset[int], stage: int) -> list[int]:
-    """Tasks of one stage for one microbatch: its own in order, each recompute just before its first reader."""
+def stage_body(program: Program, stages: Stages, keep: Keep, stage: int) -> list[int]:
+    """Tasks of one stage for one microbatch: its own in order, each recompute just before its first reader.
+
+    A task may stand twice: for the forward, and again for the backward, where its value is not kept within the stage.
+    """
     producers = program.producers
     by_id = program.by_id
-    own = _needed(stages.targets[stage], by_id, producers, stages, keep, stage)
+    own = _needed(stages.targets[stage], by_id, producers, stages, keep.across, stage)
     done: set[int] = set()
     order: list[int] = []
     mains = sorted(task for task in own if by_id[task].kind not in (Kind.SLICE,) and _runs_first(task, stages, stage))
-    for main in [*mains, *sorted(stages.targets[stage])]:
+    mains += stages.targets[stage]
+    forward = sorted(task for task in mains if not by_id[task].origin.backward)
+    backward = sorted(task for task in mains if by_id[task].origin.backward)
+    _emit(forward, own, done, order, by_id, producers)
+    if keep.within is not None:
+        done = {task for task in done if not _dropped(by_id[task], keep)}
+    _emit(backward, own, done, order, by_id, producers)
+    return _targets_early(order, by_id)
+
+
+def _dropped(task: Task, keep: Keep) -> bool:
+    """Whether the backward must run this task again for what it reads."""
+    if task.kind is Kind.SLICE:
+        return True
+    outs = {out for out in task.outputs if out is not None}
+    assert keep.within is not None
+    return task.kind is Kind.LOCAL and not outs <= (keep.within | keep.across)
+
+
+def _emit(
+    mains: Sequence[int], own: set[int], done: set[int], order: list[int], by_id: dict[int, Task],
+    producers: dict[int, Task],
+) -> None:  # fmt: skip
+    """Appends `mains` to `order`, each after what it reads and is not done yet."""
+    for main in mains:
         stack: list[tuple[int, bool]] = [(main, False)]
         while stack:
             task, ready = stack.pop()
@@ -150,7 +185,6 @@ def stage_body(program: Program, stages: Stages, keep: frozenset[int], stage: in
                 producer = producers.get(value)
                 if producer is not None and producer.id in own and producer.id not in done:
                     stack.append((producer.id, False))
-    return _targets_early(order, by_id)
 
 
 def _runs_first(task: int, stages: Stages, stage: int) -> bool:
@@ -158,24 +192,19 @@ def _runs_first(task: int, stages: Stages, stage: int) -> bool:
 
 
 def _targets_early(order: list[int], by_id: dict[int, Task]) -> list[int]:
-    """Moves each gather and reduce to just behind what it reads, so that summands do not pile up."""
+    """Moves each gather and reduce to just behind the first run of what it reads, so that summands do not pile up."""
     waiting: dict[int, list[int]] = {}
-    result: list[int] = []
     targets = {task for task in order if by_id[task].kind in (Kind.GATHER, Kind.REDUCE)}
     made = {out for task in order if task not in targets for out in by_id[task].outputs if out is not None}
+    result = [task for task in order if task in targets and by_id[task].inputs[0] not in made]
     for task in order:
-        if task in targets:
-            (source,) = by_id[task].inputs
-            if source not in made:
-                result.append(task)
-            else:
-                waiting.setdefault(source, []).append(task)
+        if task in targets and by_id[task].inputs[0] in made:
+            waiting.setdefault(by_id[task].inputs[0], []).append(task)
     for task in order:
-        if task in targets:
-            continue
-        result.append(task)
-        for out in by_id[task].outputs:
-            result.extend(waiting.pop(out, ()) if out is not None else ())
+        if task not in targets:
+            result.append(task)
+            for out in by_id[task].outputs:
+                result.extend(waiting.pop(out, ()) if out is not None else ())
     return result
 
 
