@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from fullbatch._replay import Draws
 from fullbatch._run._commit import Pending, commit, restore_generator, save_generator
 from fullbatch._run._executor import Executor
 from fullbatch._size import parse_bytes
-from fullbatch._tree import BatchShape, check_devices, detached, find_batch, leaves, modules, named_tensors
+from fullbatch._tree import BatchShape, check_devices, find_batch, leaves, modules, named_tensors, returned
 from fullbatch._verify import Certificate, LastBatch, verify
 
 
@@ -150,7 +151,7 @@ class Step:
             raise
         self._plan = call.plan
         loss, aux, has_aux = result
-        return (loss, detached(aux)) if has_aux else loss
+        return (loss, returned(aux)) if has_aux else loss
 
     # ---- one call
 
@@ -186,7 +187,14 @@ class Step:
 
     def _on_graph(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
         captured = Captured(graph, measure=self._measures)
-        return lambda *inputs: self._run(captured, inputs)
+        alive = weakref.ref(self)  # what Dynamo holds must not hold the step, and with it the model
+
+        def run(*inputs: torch.Tensor) -> Any:
+            step = alive()
+            assert step is not None
+            return step._run(captured, inputs)
+
+        return run
 
     def _run(self, captured: Captured, inputs: Sequence[torch.Tensor]) -> Any:
         call = self._call
@@ -224,7 +232,7 @@ class Step:
         reasons = self._frontend.why(self._model, batch, moved)
         self._changes = [*self._changes[-2:], reasons[0] if reasons else ""]
         recent = self._changes
-        if len(recent) == 3 and not self._warned and all(recent) and not any("size mismatch" in why for why in recent):
+        if len(recent) == 3 and not self._warned and all(recent) and not any("mismatch" in why for why in recent):
             self._warned = True
             warnings.warn(
                 "fullbatch: the step was captured anew for each of its last calls, because a value that it reads changes: "

@@ -57,11 +57,16 @@ def map_tensors(fn: Callable[[Any], Any], nest: Any, leaf: type = torch.Tensor) 
     return nest
 
 
-def detached(nest: Any) -> Any:
-    """`nest` with each tensor detached; itself where all are."""
-    if any(tensor.requires_grad for _, tensor in leaves(nest)):
-        return map_tensors(lambda tensor: tensor.detach() if tensor.requires_grad else tensor, nest)
+def returned(nest: Any) -> Any:
+    """`nest` as a caller gets it: each tensor detached, each of its elements in memory of its own."""
+    if any(tensor.requires_grad or _overlaps(tensor) for _, tensor in leaves(nest)):
+        return map_tensors(lambda tensor: (tensor.clone() if _overlaps(tensor) else tensor).detach(), nest)
     return nest
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is an expanded one, as constants are while a step runs."""
+    return any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @dataclass(frozen=True)

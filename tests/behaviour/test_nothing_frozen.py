@@ -264,6 +264,7 @@ def test_batchnorm_eps() -> None:
     follows(mse, lambda model: setattr(model[1], "eps", 0.5), _with(nn.BatchNorm1d(4)))
 
 
+@pytest.mark.filterwarnings("ignore:fullbatch")
 def test_batchnorm_momentum() -> None:
     model, batch = _with(nn.BatchNorm1d(4)), pair()
     step = make(mse, model, batch)
@@ -330,9 +331,9 @@ def test_parameter_data_replaced() -> None:
     follows(mse, lambda model: setattr(model[0].weight, "data", torch.randn(4, 3)))
 
 
-@pytest.mark.parametrize("layer", [nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4)], ids=lambda m: type(m).__name__)
-def test_module_replaced(layer: nn.Module) -> None:
-    follows(mse, lambda model: model.__setitem__(1, layer))
+@pytest.mark.parametrize("create", [nn.ReLU, lambda: nn.Linear(4, 4), lambda: nn.BatchNorm1d(4)])
+def test_module_replaced(create: Callable[[], nn.Module]) -> None:
+    follows(mse, lambda model: model.__setitem__(1, create()))
 
 
 def test_module_appended() -> None:
@@ -574,3 +575,16 @@ def test_a_value_that_changes_for_150_calls_neither_slows_nor_leaks() -> None:
     assert held <= 70, f"{held} of 150 captures are still held"
     early, late = sorted(seconds[5:45])[20], sorted(seconds[105:145])[20]
     assert late < 3 * early, f"a call took {early:.3f} s at first and {late:.3f} s at last"
+
+
+def test_a_dropped_step_frees_its_model_and_its_captures() -> None:
+    def once() -> list[weakref.ref[Any]]:
+        model = mlp()
+        step = make(mse, model)
+        step(pair())
+        return [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(step), weakref.ref(step.plan.schedule)]
+
+    alive = once()
+    gc.collect()
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4

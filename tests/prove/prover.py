@@ -119,7 +119,8 @@ class Call:
             position = next(at)
             if fills and _constant(leaf):
                 value = leaf.reshape(-1)[0].item()
-                node = self.graph.call_function(aten.full.default, (list(leaf.shape), value), {"dtype": leaf.dtype})
+                named = {"dtype": leaf.dtype, "device": leaf.device}
+                node = self.graph.call_function(aten.full.default, (list(leaf.shape), value), named)
             else:
                 node = self.graph.placeholder(f"t{position}")
             node.meta["val"] = leaf
@@ -178,7 +179,7 @@ class Call:
         for position, (value, whole) in enumerate(zip(values, expected, strict=True)):
             if value is None or not isinstance(whole, torch.Tensor):
                 continue
-            item, begin = builder.values[value], 0
+            item = builder.values[value]
             if item.partial:
                 yield f"output {position} is a summand"
                 continue
@@ -386,7 +387,9 @@ class Prover(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not any(size > 1 for tensor in tensors for size in tensor.shape):
             return
-        if max(tensor.numel() for tensor in tensors) > 20_000 or any(tensor.layout != torch.strided for tensor in tensors):
+        if max(tensor.numel() for tensor in tensors) > 20_000 or any(
+            tensor.layout != torch.strided for tensor in tensors
+        ):
             return
         key = str([(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
         seen = self._seen.setdefault(target, set())
@@ -399,7 +402,11 @@ class Prover(TorchDispatchMode):
         self._prove(target, args, kwargs, number, self._most)
         if any(name in str(target) for name in _READS_FILLS):
             self._prove(target, args, kwargs, number, self._most, fills=True)
-        if number < 3 and "attention" not in str(target) and any(tensor.ndim > 1 for tensor in _tensors((args, kwargs))):
+        if (
+            number < 3
+            and "attention" not in str(target)
+            and any(tensor.ndim > 1 for tensor in _tensors((args, kwargs)))
+        ):
             turned = _mapped(_turned, (args, kwargs))
             if turned is not None and _agree(target, (args, kwargs), turned):
                 self._prove(target, *turned, number, self._most // 2)
@@ -436,7 +443,9 @@ def _mapped(fn: Any, nest: Any) -> Any:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage().clone()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 def _functional(func: Any) -> Any:
@@ -452,7 +461,13 @@ def _functional(func: Any) -> Any:
     return func if known or str(func).startswith(_EXPANDED) else None
 
 
-_EXPANDED = ("aten.nll_loss", "aten.var", "aten.linalg_vector_norm", "aten.native_batch_norm", "aten._native_batch_norm")
+_EXPANDED = (
+    "aten.nll_loss",
+    "aten.var",
+    "aten.linalg_vector_norm",
+    "aten.native_batch_norm",
+    "aten._native_batch_norm",
+)
 
 
 def _tensors(nest: Any) -> list[torch.Tensor]:
@@ -466,4 +481,15 @@ def _turned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-__all__ = ["EXPANDED", "POINTWISE", "Call", "Ledger", "Prover", "choices", "direct", "lockstep", "prove_function", "rule_name"]
+__all__ = [
+    "EXPANDED",
+    "POINTWISE",
+    "Call",
+    "Ledger",
+    "Prover",
+    "choices",
+    "direct",
+    "lockstep",
+    "prove_function",
+    "rule_name",
+]

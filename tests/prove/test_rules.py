@@ -1,4 +1,4 @@
-"""Every placement rule, proved: an operator run in microbatches as its rule says gives what it gives on the whole batch.
+"""Every placement rule, proved: an operator run in microbatches as its rule says gives what the whole batch gives.
 
 Operators and operands come from torch's own sample inputs (OpInfo), forward and backward, and from `samples`, which
 adds what those leave out. The last test asks that no rule be unproved.
@@ -6,6 +6,7 @@ adds what those leave out. The last test asks that no rule be unproved.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -13,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from prove.prover import EXPANDED, POINTWISE, Ledger, Prover, direct, prove_function
-from prove.samples import SAMPLES
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
 from fullbatch._axis._rules import RULES
 from fullbatch._ir import Layout
 from fullbatch._run._executor import cut, paste
+from prove.prover import EXPANDED, POINTWISE, Ledger, Prover, direct, prove_function
+from prove.samples import SAMPLES
 
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)
 SAMPLES_OF_EACH = 8
@@ -39,6 +40,7 @@ UNPROVED = {
     "aten.cudnn_batch_norm": "CUDA only",
     "aten.cudnn_convolution": "CUDA only",
 }
+
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
@@ -84,11 +86,11 @@ def prove_op(op: Any, prover: Prover) -> None:
 def test_every_rule_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
     """One test, for it needs the whole count: what is wrong, and what was never proved."""
     ledger = Ledger()
-    prover = Prover(ledger, most=40, calls=40)
+    prover = Prover(ledger, most=30, calls=30)
     for op in op_db:
         prove_op(op, prover)
     for fn in SAMPLES.values():
-        with Prover(ledger, most=60, calls=80):
+        with Prover(ledger, most=40, calls=80):
             differentiate(fn())
     wrong = ledger.failures
     assert not wrong, f"{len(wrong)} answers of rules are wrong:\n" + "\n".join(wrong[:20])
@@ -155,7 +157,8 @@ COUNTED = {
         lambda y, v: torch.index_put(v.new_ones(B, 4), (y,), v), (torch.randperm(B), _rand(B, 4)), set(),
     ),
     "put(zeros, features, values)": (
-        lambda v: torch.ops.aten.index_put(v.new_zeros(B, 8), [None, torch.tensor([1, 3, 5])], v), (_rand(B, 3),), {"index_put"},
+        lambda v: torch.ops.aten.index_put(v.new_zeros(B, 8), [None, torch.tensor([1, 3, 5])], v),
+        (_rand(B, 3),), {"index_put"},
     ),
     "scatter_add(zeros)": (
         lambda y, v: torch.scatter_add(v.new_zeros(4), 0, y, v), (torch.randint(4, (B,)), _rand(B)), {"scatter_add"},
@@ -183,6 +186,34 @@ def test_counted(name: str) -> None:
             assert all(layouts) is False or must <= local, f"{must - local} ran on the whole batch"
 
 
+CUDA_SAMPLES = ("attention", "norms", "batch_norms", "convolutions", "pools", "resampling")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda() -> None:
+    """Kernels that the CPU does not have: fused attention in every form, fused RMS norm, and layers once more."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    ledger = Ledger()
+    with torch.device("cuda"):
+        for name in CUDA_SAMPLES:
+            with Prover(ledger, most=30, calls=60):
+                differentiate(SAMPLES[name]())
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            for shape, causal, dropout in itertools.product(((4, 4, 8, 64), (8, 2, 16, 64)), (False, True), (0.0, 0.5)):
+                q, k, v = (torch.randn(shape, dtype=torch.float16).requires_grad_() for _ in range(3))
+                mask = torch.randn(shape[0], 1, shape[2], shape[2], dtype=torch.float16)
+                for bias in (None, mask, mask[:1], mask[0, 0]):
+                    if bias is not None and (causal or backend is SDPBackend.FLASH_ATTENTION):
+                        continue
+                    with contextlib.suppress(RuntimeError), sdpa_kernel(backend), Prover(ledger, most=30, calls=60):
+                        attend = torch.nn.functional.scaled_dot_product_attention
+                        differentiate(attend(q, k, v, bias, dropout, causal).float())
+    assert not ledger.failures, "\n".join(ledger.failures[:20])
+    expected = {name for name, why in UNPROVED.items() if why == "CUDA only" and "attention" in name}
+    assert not expected - set(ledger.proofs), f"never proved: {expected - set(ledger.proofs)}"
+
+
 def test_cut_and_paste() -> None:
     """A layout's slices by the arithmetic of its definition, and every element back where it came from."""
     for dim, outer, inner, batch in itertools.product(range(3), (1, 2, 3), (1, 2), (2, 3)):
@@ -191,9 +222,7 @@ def test_cut_and_paste() -> None:
         whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
         layout, again = Layout(dim, outer, inner), torch.full(shape, -1.0)
         for begin, end in ((0, 1), (1, batch)):
-            at = [
-                (o * batch + b) * inner + i for o in range(outer) for b in range(begin, end) for i in range(inner)
-            ]
+            at = [(o * batch + b) * inner + i for o in range(outer) for b in range(begin, end) for i in range(inner)]
             part = cut(whole, layout, begin, end, batch)
             assert torch.equal(part, whole.index_select(dim, torch.tensor(at)))
             assert part.is_contiguous()
@@ -202,7 +231,7 @@ def test_cut_and_paste() -> None:
 
 
 def test_prover_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof is worth something: a rule that calls a softmax over the batch local is caught, and so is a lost sum."""
+    """The proof is worth something: a rule that calls a softmax over the batch local is caught."""
     from fullbatch._axis._node import Strategy
 
     def local(view: Any) -> Any:

@@ -23,9 +23,9 @@ from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy, 
 from fullbatch._axis._origin import Origins
 from fullbatch._axis._rules import RULES
 from fullbatch._axis._rules._pointwise import is_pointwise, pointwise
+from fullbatch._axis._strides import has_dense_strides
 from fullbatch._capture._clean import EFFECTS
 from fullbatch._errors import CaptureError
-from fullbatch._axis._strides import has_dense_strides
 from fullbatch._ir import (
     FullBatchNode,
     Kernel,

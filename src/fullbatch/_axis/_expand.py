@@ -264,7 +264,8 @@ def _vector_norm(builder: Builder, node: fx.Node, view: NodeView) -> bool:
 
 
 def _sum_of_squares(x: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
-    return torch.linalg.vector_norm(x, 2, dims, keepdim, dtype=x.dtype if x.is_complex() else dtype).square()
+    norm: torch.Tensor = torch.linalg.vector_norm(x, 2, dims, keepdim, dtype=x.dtype if x.is_complex() else dtype)
+    return norm.square()
 
 
 def _root(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -296,19 +297,24 @@ def _nll(builder: Builder, node: fx.Node, view: NodeView) -> bool:
         builder.emit(Kind.LOCAL, _first_of(node.target), (Ref(0), Ref(1), ref, reduction, ignore), [x, y, *affine], [out])
         builder.assign(node, [out, total])
         return True
-    partial = builder.value(meta, partial=True)
-    builder.emit(Kind.LOCAL, _first_of(node.target), (Ref(0), Ref(1), ref, _SUM, ignore), [x, y, *affine], [partial])
-    loss = builder.reduce(partial, meta, Partial(), "the sum of a loss over the batch")
+    wide = meta.new_empty((), dtype=_statistics_dtype(meta.dtype))
+    partial = builder.value(wide, partial=True)
+    args = (Ref(0), Ref(1), ref, _SUM, ignore)
+    builder.emit(Kind.LOCAL, _first_of(node.target, wide.dtype), args, [x, y, *affine], [partial])
+    loss = builder.reduce(partial, wide, Partial(), "the sum of a loss over the batch")
     if reduction == _MEAN:
         summed, loss = loss, builder.value(meta)
-        builder.emit(Kind.ONCE, torch.div, (Ref(0), Ref(1)), [summed, total], [loss])
+        builder.emit(Kind.ONCE, _ratio, (Ref(0), Ref(1), meta.dtype), [summed, total], [loss])
+    elif wide.dtype != meta.dtype:
+        loss = _narrowed(builder, loss, meta)
     builder.assign(node, [loss, total])
     return True
 
 
-def _first_of(operator: Any) -> Callable[..., Any]:
+def _first_of(operator: Any, dtype: torch.dtype | None = None) -> Callable[..., Any]:
     def first(*args: Any) -> Any:
-        return operator(*args)[0]
+        out = operator(*args)[0]
+        return out if dtype is None else out.to(dtype)
 
     first._qualified = str(operator)  # type: ignore[attr-defined]
     return first
@@ -316,10 +322,23 @@ def _first_of(operator: Any) -> Callable[..., Any]:
 
 def _target_weight(builder: Builder, target: int, weight: list[int], ignore: int, meta: torch.Tensor) -> int:
     """The denominator of a mean: it depends on the targets alone, so it is known before the forward begins."""
-    partial = builder.value(meta.new_empty(()), partial=True)
-    args = (Ref(0), Ref(1) if weight else None, ignore, meta.dtype)
+    wide = meta.new_empty((), dtype=_statistics_dtype(meta.dtype))
+    partial = builder.value(wide, partial=True)
+    args = (Ref(0), Ref(1) if weight else None, ignore, wide.dtype)
     builder.emit(Kind.LOCAL, _sum_of_target_weights, args, [target, *weight], [partial])
-    return builder.reduce(partial, meta.new_empty(()), Partial(), "the count of valid targets of the whole batch")
+    total = builder.reduce(partial, wide, Partial(), "the count of valid targets of the whole batch")
+    return total if wide.dtype == meta.dtype else _narrowed(builder, total, meta.new_empty(()))
+
+
+def _narrowed(builder: Builder, value: int, meta: torch.Tensor) -> int:
+    """A sum over the batch in the half precision that the operator returns: rounded once, not once a microbatch."""
+    out = builder.value(meta)
+    builder.emit(Kind.ONCE, torch.Tensor.to, (Ref(0), meta.dtype), [value], [out])
+    return out
+
+
+def _ratio(value: torch.Tensor, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (value / total).to(dtype)
 
 
 def _sum_of_target_weights(target: Any, weight: Any, ignore: int, dtype: torch.dtype) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -49,30 +50,38 @@ class Frontend:
 
         Its globals are its own too: Dynamo puts what it compiled there, and it goes with them.
         """
-        if hasattr(self, "_code"):
-            _torch.forget(self._code)
+        if hasattr(self, "_dropped"):
+            self._dropped()
         whole_step = _whole_step(self._loss_fn)
         self._code: CodeType = whole_step.__code__.replace(co_name=f"whole_step_{id(self)}")
         self._globals = dict(whole_step.__globals__)
         fresh = FunctionType(self._code, self._globals, "whole_step", whole_step.__defaults__, whole_step.__closure__)
-        self._call = _torch.guarded(fresh, self._backend)
+        # Dynamo holds the backend and its runners by the code, out of the garbage collector's sight: they know this
+        # object weakly, or neither it nor the model would ever be freed.
+        alive = weakref.ref(self)
+        self._call = _torch.guarded(fresh, lambda graph, example_inputs: _alive(alive)._backend(graph))
+        self._dropped = weakref.finalize(self, _torch.forget, self._code)
         self._held = 0
 
-    def _backend(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Runner:
+    def _backend(self, graph: fx.GraphModule) -> Runner:
         self.captures += 1
         self._held += 1
         run, expressions = self._on_graph(graph), _torch.guarded_expressions()
         watches: list[Watch] = []
+        alive = weakref.ref(self)
 
         def watched(*inputs: Any) -> Any:
-            if not watches:
-                watches.append(Watch(expressions, self._scope))
-            self._changed = watches[0].changed(self._scope)
-            if self._changed:
-                raise _Stale
+            _alive(alive)._check(watches, expressions)
             return run(*inputs)
 
         return watched
+
+    def _check(self, watches: list[Watch], expressions: list[str]) -> None:
+        if not watches:
+            watches.append(Watch(expressions, self._scope))
+        self._changed = watches[0].changed(self._scope)
+        if self._changed:
+            raise _Stale
 
     def __call__(self, model: Any, batch: Any, moved: Any) -> Any:
         """(loss, aux, has_aux) as the runner returned them. `moved` is the device to bring batch tensors to, or None."""
@@ -107,6 +116,12 @@ class Frontend:
             return [_in_words(text, self._loss_fn) for text in _torch.why_recaptured(self._code, scope)]
         except Exception:  # a diagnosis only: it must never stop a step
             return []
+
+
+def _alive(reference: weakref.ref[Frontend]) -> Frontend:
+    frontend = reference()
+    assert frontend is not None
+    return frontend
 
 
 _NO_LOSS = "fullbatch: "  # begins the message of an exception that carries a LossError through Dynamo

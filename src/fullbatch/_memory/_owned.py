@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fullbatch import _torch
 
@@ -82,7 +83,7 @@ def predicted_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     mode = _torch.fake_mode()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:
-        with mode:
+        with mode, _FixedNumbers():
             twins = {id(p): _twin(mode, p) for p in parameters}
             twin = copy.copy(optimizer)
             twin.__dict__ = {**optimizer.__dict__}
@@ -96,6 +97,15 @@ def predicted_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
             return [item for state in twin.state.values() for item in _tensors(state)]
     except Exception:  # an optimizer that reads values, or runs a closure
         return [p.detach() for p in parameters for _ in range(2) if p.requires_grad]
+
+
+class _FixedNumbers(TorchFunctionMode):
+    """Where an optimizer reads a number out of a tensor (Adafactor: a norm), it reads a half: not zero, not one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.item, torch.Tensor.__float__):
+            return 0.5
+        return func(*args, **(kwargs or {}))
 
 
 def _twin(mode: Any, parameter: torch.Tensor) -> torch.Tensor:

@@ -44,9 +44,10 @@ def _scatter(view: NodeView) -> Strategy | None:
     source, index = view.operands[0], view.operands[1]
     dim = view.dim("dim", source)
     layout = source.layout or index.layout
-    if layout is None:
+    if layout is None or layout.dim >= index.ndim:
         return None
-    if any(operand.ndim <= layout.dim or operand.shape[layout.dim] != index.shape[layout.dim] for operand in view.operands[2:]):
+    extent = index.shape[layout.dim]
+    if any(added.ndim <= layout.dim or added.shape[layout.dim] != extent for added in view.operands[2:]):
         return None  # a source may be larger than the index that reads it
     if layout.dim != dim and source.shape[layout.dim] == index.shape[layout.dim]:
         return Strategy({operand.index: layout for operand in view.operands}, (layout,))
@@ -64,10 +65,11 @@ def _index_add(view: NodeView) -> Strategy | None:
     if layout is not None and layout.dim != dim and index.layout is None:
         return Strategy({source.index: layout, added.index: layout}, (layout,))
     chosen = index.layout or (added.layout.at(0) if added.layout and added.layout.dim == dim else None)
-    if view.name.startswith("aten.index_add") and source.fill == 0 and chosen is not None:
-        if source.layout is None and (added.layout is None or added.layout.dim == dim):
-            return Strategy({index.index: chosen, added.index: chosen.at(dim)}, (Partial(),))
-    return None
+    if not view.name.startswith("aten.index_add") or source.fill != 0 or source.layout is not None or chosen is None:
+        return None
+    if added.layout is not None and added.layout.dim != dim:
+        return None
+    return Strategy({index.index: chosen, added.index: chosen.at(dim)}, (Partial(),))
 
 
 @rule("aten.index_fill.int_Scalar", "aten.index_fill")
@@ -251,9 +253,7 @@ def _values(values: Operand, shape: tuple[int, ...], layout: Layout) -> dict[int
     return {}
 
 
-def _masked_put(
-    view: NodeView, source: Operand, entries: list[Operand | None], values: Operand
-) -> Strategy | None:
+def _masked_put(view: NodeView, source: Operand, entries: list[Operand | None], values: Operand) -> Strategy | None:
     """x[mask] = scalar: as where()."""
     mask = entries[0]
     if len(entries) != 1 or mask is None or torch.Size(values.shape).numel() != 1:

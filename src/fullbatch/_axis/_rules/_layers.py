@@ -173,7 +173,7 @@ def _batch_norm_backward(view: NodeView) -> Strategy | None:
 
 @rule("aten.embedding")
 def _embedding(view: NodeView) -> Strategy | None:
-    weight, index = view.operands
+    index = view.operands[1]
     if index.layout is None:
         return None
     return Strategy({index.index: index.layout}, (index.layout,))

@@ -58,9 +58,11 @@ def _addmm(view: NodeView) -> Strategy | None:
     """As the product; the added term must not be counted once a microbatch."""
     added, left, right = view.operands
     found = _product(left, right, left.ndim - 2)
-    if found is None or not isinstance(found[1], Layout):
+    if found is None:
         return None
     need, layout = found
+    if not isinstance(layout, Layout):
+        return None
     dim = layout.dim - (len(view.shape) - added.ndim)
     if dim >= 0 and added.shape[dim] == view.shape[layout.dim]:
         need = {**need, added.index: layout.at(dim)}
