@@ -131,6 +131,7 @@ class Call:
         args, kwargs = tree_map(placed, (tuple(args), kwargs))
         self.node = self.graph.call_function(target, args, kwargs)
         self.node.meta["val"] = self.expected
+        self.floor = max([1e-12, *(1e-6 * _largest(tensor) for tensor in self.tensors)])
         self.single = not isinstance(self.expected, (list, tuple))
         self.items: list[fx.Node] = []
         if not self.single:
@@ -192,7 +193,7 @@ class Call:
                 parts = [cut(whole, item.layout, begin, end, builder.batch) for begin, end in bounds]
                 pairs = list(zip(env[value], parts, strict=True))
             for part, (mine, truth) in enumerate(pairs):
-                error = difference(mine, truth, values=not self.random)
+                error = difference(mine, truth, not self.random, self.floor)
                 if error:
                     yield f"output {position}, microbatch {part} of {tuple(samples)}: {error}"
 
@@ -217,6 +218,14 @@ def _short(layout: Layout | None) -> str:
     return "-" if layout is None else f"S({layout.dim};{layout.outer},{layout.inner})"
 
 
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest size of a value that is no mask; what cancels is measured against it."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return 0.0
+    size = tensor.abs().double()
+    return float(torch.where(size < 1e4, size, 0.0).max())
+
+
 def _constant(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and tensor.is_floating_point() and bool((tensor == tensor.reshape(-1)[0]).all())
 
@@ -231,8 +240,8 @@ def rule_name(target: Any) -> str:
     return POINTWISE if is_pointwise(target) else EXPANDED
 
 
-def difference(value: torch.Tensor, expected: torch.Tensor, values: bool = True) -> str:
-    """What makes `value` another tensor than `expected`, or nothing."""
+def difference(value: torch.Tensor, expected: torch.Tensor, values: bool = True, floor: float = 1e-12) -> str:
+    """What makes `value` another tensor than `expected`, or nothing. Sizes below `floor` are rounding noise."""
     if not isinstance(value, torch.Tensor):
         return f"no tensor but {type(value).__name__}"
     if value.shape != expected.shape or value.dtype != expected.dtype:
@@ -253,7 +262,7 @@ def difference(value: torch.Tensor, expected: torch.Tensor, values: bool = True)
         value, expected = value[~odd], expected[~odd]
         if not expected.numel():
             return ""
-    error = float((value - expected).abs().max() / max(float(expected.abs().max()), 1e-12))
+    error = float((value - expected).abs().max() / max(float(expected.abs().max()), floor))
     return "" if error <= (1e-9 if exact else 2e-2 if expected.dtype.itemsize == 2 else 1e-4) else f"error {error:.1e}"
 
 
