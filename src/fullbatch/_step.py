@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fullbatch._captured import Captured, Request
 from fullbatch._capture._frontend import Frontend
 from fullbatch._capture._modules import traceable
+from fullbatch._captured import Captured, Request
 from fullbatch._errors import BatchError, FullbatchError, LossError, ModelError, VerifyError
 from fullbatch._hooks import refuse_hooks
 from fullbatch._memory._free import RESERVE, free_bytes
@@ -235,8 +235,8 @@ class Step:
         if len(recent) == 3 and not self._warned and all(recent) and not any("mismatch" in why for why in recent):
             self._warned = True
             warnings.warn(
-                "fullbatch: the step was captured anew for each of its last calls, because a value that it reads changes: "
-                f"{recent[-1]}. Pass it as a tensor in the batch instead.",
+                "fullbatch: the step was captured anew for each of its last calls, because a value that it reads "
+                f"changes: {recent[-1]}. Pass it as a tensor in the batch instead.",
                 stacklevel=4,
             )
 

@@ -79,25 +79,34 @@ def _nothing_frozen() -> Iterator[None]:
     These are globals of the standard library's `os` (the environment, through `os.getenv`), and the state of a
     `random.Random`.
     """
-    is_stdlib = torch._dynamo.symbolic_convert.is_stdlib
-    generator, generator_class = misc.RandomVariable, misc.RandomClassVariable
-    supported, create = generator.is_supported_random_obj, generator_class.call_function
-    torch._dynamo.symbolic_convert.is_stdlib = lambda module: module is not os and is_stdlib(module)
-    generator.is_supported_random_obj = staticmethod(lambda value: False)
-    generator_class.call_function = _seeded_only(create)
+    convert = torch._dynamo.symbolic_convert
+    is_stdlib = convert.is_stdlib
+    with (
+        _replaced(convert, "is_stdlib", lambda module: module is not os and is_stdlib(module)),
+        _replaced(misc.RandomVariable, "is_supported_random_obj", staticmethod(lambda value: False)),
+        _replaced(misc.RandomClassVariable, "call_function", _seeded_only(misc.RandomClassVariable.call_function)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    kept = vars(owner)[name]
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        torch._dynamo.symbolic_convert.is_stdlib = is_stdlib
-        generator.is_supported_random_obj = staticmethod(supported)
-        generator_class.call_function = create
+        setattr(owner, name, kept)
 
 
 def _seeded_only(create: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if not args:
             torch._dynamo.exc.unimplemented(
-                gb_type="random.Random() without a seed", context="", explanation="Its draws would be constants.", hints=[]
+                gb_type="random.Random() without a seed",
+                context="",
+                explanation="Its draws would be constants.",
+                hints=[],
             )
         return create(self, tx, args, kwargs)
 
@@ -124,7 +133,7 @@ def guarded(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[...
 
 def forget(code: CodeType) -> None:
     """Drops all captures of `code`, and what Dynamo holds for them."""
-    torch._dynamo.eval_frame.reset_code(code)
+    torch._C._dynamo.eval_frame.reset_code(code)
 
 
 DynamoError = torch._dynamo.exc.TorchDynamoException
@@ -141,7 +150,8 @@ def original_exception(error: BaseException) -> BaseException | None:
         return NameError(f"name '{found[1]}' is not defined") if found else None
     if "assertion failed" in text:  # one on a tensor's value depends on the data
         return AssertionError("the assertion is false") if "ConstantVariable(bool: False)" in text else None
-    if not any(mark in text for mark in ("Observed exception", "when making fake tensor call", "failed to bind arguments")):
+    marks = ("Observed exception", "when making fake tensor call", "failed to bind arguments")
+    if not any(mark in text for mark in marks):
         return None
     observed: BaseException | None = None
     while link is not None:
@@ -154,7 +164,7 @@ def original_exception(error: BaseException) -> BaseException | None:
 
 
 def _rebuilt(observed: BaseException, text: str) -> BaseException:
-    known = {dynamo: python for python, dynamo in torch._dynamo.exc.observed_exception_map.items()}
+    known: dict[type, Any] = {made: python for python, made in torch._dynamo.exc.observed_exception_map.items()}
     kind = known.get(type(observed))
     described = re.search(r"raised exception \w+\((.*)\)", text)
     try:

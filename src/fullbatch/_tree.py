@@ -50,7 +50,8 @@ def map_tensors(fn: Callable[[Any], Any], nest: Any, leaf: type = torch.Tensor) 
     if isinstance(nest, (list, tuple)):
         return type(nest)(map_tensors(fn, item, leaf) for item in nest)
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        twin = copy.copy(nest)
+        record: Any = nest
+        twin = copy.copy(record)
         for field in dataclasses.fields(nest):
             object.__setattr__(twin, field.name, map_tensors(fn, getattr(nest, field.name), leaf))
         return twin
@@ -160,7 +161,8 @@ def modules(model: Any) -> dict[str, nn.Module]:
         items = {}
     wrong = {name: item for name, item in items.items() if not isinstance(item, nn.Module)}
     if not items or wrong:
-        got = f"{type(model).__name__}" + (f" with {', '.join(f'{k}: {type(v).__name__}' for k, v in wrong.items())}" if wrong else "")
+        listed = ", ".join(f"{name}: {type(item).__name__}" for name, item in wrong.items())
+        got = type(model).__name__ + (f" with {listed}" if wrong else "")
         raise ModelError.of(
             "The model is not a module.", got=got, expected="a torch.nn.Module, or a tuple or dict of them",
             next="fullbatch.Step(loss_fn, model, batch)",

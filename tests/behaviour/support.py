@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases.reference import collect, compare, plain
 from torch import Tensor, nn
 
 import fullbatch
+from cases.reference import collect, compare, plain
 
 BATCH = 6
 LossFn = Callable[[Any, Any], Any]

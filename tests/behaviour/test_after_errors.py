@@ -22,7 +22,8 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.drop, self.last = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2)
+        self.first, self.norm = nn.Linear(3, 8), nn.BatchNorm1d(8)
+        self.drop, self.last = nn.Dropout(0.3), nn.Linear(8, 2)
         self.average = nn.BatchNorm1d(8, momentum=None)
         self.frozen = nn.BatchNorm1d(2).eval()
         self.steps = 0
@@ -78,7 +79,7 @@ class Broken(Exception):
 def fail_at(step: fullbatch.Step, batch: Any, at: int, error: BaseException) -> None:
     """The step's executor raises `error` in place of action `at`."""
     call = step._start(batch, only_plan=True)
-    with pytest.raises(Exception, match="^$"):  # leaves once it is planned
+    with pytest.raises(Exception, match=r"^$"):  # leaves once it is planned
         step._invoke(batch, call)
     _, executor = step._plan_for(call.captured, call)
     kept = executor._steps[at]

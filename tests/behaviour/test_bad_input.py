@@ -87,7 +87,10 @@ def test_a_budget_that_a_later_batch_exceeds() -> None:
     agrees(step, mse, model, pair())
 
 
-@pytest.mark.parametrize("size", ["6Gig", "", "much", 0, -5, "-1GB", "0GB", True, 1.5, float("nan"), "nan", "inf", b"1GB"])
+NO_SIZES = ["6Gig", "", "much", 0, -5, "-1GB", "0GB", True, 1.5, float("nan"), "nan", "inf", b"1GB"]
+
+
+@pytest.mark.parametrize("size", NO_SIZES, ids=repr)
 def test_a_memory_that_is_no_size(size: Any) -> None:
     refused(fullbatch.MemorySizeError, lambda: make(mse, memory=size), repr(size), "6GiB")
 
@@ -102,7 +105,8 @@ def test_a_memory_that_is_a_size(size: Any) -> None:
 
 def test_batch_sizes_that_differ() -> None:
     x, y = pair()
-    refused(fullbatch.BatchError, lambda: make(mse, batch=(x, y[:4])), "batch[0]: (6, 3)", "batch[1]: (4, 2)", "batch_dims")
+    mentions = ("batch[0]: (6, 3)", "batch[1]: (4, 2)", "batch_dims")
+    refused(fullbatch.BatchError, lambda: make(mse, batch=(x, y[:4])), *mentions)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,8 @@ def test_batch_dims_that_leave_no_tensor() -> None:
 
 @pytest.mark.parametrize("microbatch", [0, -1, BATCH + 1, 2.0, True, "2", float("inf")], ids=repr)
 def test_a_microbatch_that_does_not_fit(microbatch: Any) -> None:
-    refused(fullbatch.BatchError, lambda: make(mse, microbatch=microbatch), f"microbatch={microbatch!r}", f"1 to {BATCH}")
+    mentions = (f"microbatch={microbatch!r}", f"1 to {BATCH}")
+    refused(fullbatch.BatchError, lambda: make(mse, microbatch=microbatch), *mentions)
 
 
 # ---- the model and the arguments

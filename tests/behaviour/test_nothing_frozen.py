@@ -133,7 +133,10 @@ def test_learning_rate_of_an_optimizer() -> None:
     )
 
 
-@pytest.mark.parametrize("read", [lambda: os.environ["FB_TEST"], lambda: os.getenv("FB_TEST", "1")], ids=["[]", "getenv"])
+READS = {"[]": lambda: os.environ["FB_TEST"], "getenv": lambda: os.getenv("FB_TEST", "1")}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
 def test_environment_variable(read: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FB_TEST", "0.5")
     follows(

@@ -43,6 +43,7 @@ class Frontend:
         self._epoch = 0  # a guarded value of our own: raised where captures up to now hold no longer
         self._changed = ""
         self._scope: dict[str, Any] = {}
+        self._drop: Callable[[], Any] = lambda: None
         self._renew()
 
     def _renew(self) -> None:
@@ -50,8 +51,7 @@ class Frontend:
 
         Its globals are its own too: Dynamo puts what it compiled there, and it goes with them.
         """
-        if hasattr(self, "_dropped"):
-            self._dropped()
+        self._drop()
         whole_step = _whole_step(self._loss_fn)
         self._code: CodeType = whole_step.__code__.replace(co_name=f"whole_step_{id(self)}")
         self._globals = dict(whole_step.__globals__)
@@ -60,7 +60,7 @@ class Frontend:
         # object weakly, or neither it nor the model would ever be freed.
         alive = weakref.ref(self)
         self._call = _torch.guarded(fresh, lambda graph, example_inputs: _alive(alive)._backend(graph))
-        self._dropped = weakref.finalize(self, _torch.forget, self._code)
+        self._drop = weakref.finalize(self, _torch.forget, self._code)
         self._held = 0
 
     def _backend(self, graph: fx.GraphModule) -> Runner:
@@ -84,7 +84,10 @@ class Frontend:
             raise _Stale
 
     def __call__(self, model: Any, batch: Any, moved: Any) -> Any:
-        """(loss, aux, has_aux) as the runner returned them. `moved` is the device to bring batch tensors to, or None."""
+        """(loss, aux, has_aux) as the runner returned them.
+
+        `moved` is the device to bring batch tensors to, or None.
+        """
         if self._held > 64:  # guards are checked one capture after another: do not keep them without end
             self._renew()
         local = {"model": model, "batch": batch, "moved": moved, "epoch": self._epoch, "loss_fn": self._loss_fn}
@@ -253,7 +256,8 @@ def _check_data_dependence(graph: fx.GraphModule) -> None:
 def check_loss(graph: fx.GraphModule) -> fx.Node:
     """The loss among the graph's nodes. Raises LossError where it is no scalar or needs no gradient."""
     _check_data_dependence(graph)
-    marked = [node for node in graph.graph.nodes if node.target in (torch.ops.fullbatch.loss, torch.ops.fullbatch.loss.default)]
+    marks = (torch.ops.fullbatch.loss, torch.ops.fullbatch.loss.default)
+    marked: list[fx.Node] = [node for node in graph.graph.nodes if node.target in marks]
     if len(marked) != 1:
         raise bad_loss("no tensor", "a scalar tensor, or (loss, aux)")
     example = marked[0].meta["example_value"]

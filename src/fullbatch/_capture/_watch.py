@@ -67,7 +67,8 @@ def _names(value: Any) -> Any:
     if isinstance(value, dict):
         if "__builtins__" in value or "__import__" in value:  # the globals of a module, which grow as code runs
             return None
-        return [id(key) if isinstance(key, torch.Tensor) else key for key in value]  # tensors compare element by element
+        # Tensors compare element by element.
+        return [id(key) if isinstance(key, torch.Tensor) else key for key in value]
     if isinstance(value, nn.Module):
         own = vars(value)
         return [*own, *own["_parameters"], *own["_buffers"], *own["_modules"]]

@@ -114,7 +114,7 @@ class Planner:
         return sorted(fits, key=lambda c: c.time) + sorted(others, key=lambda c: c.simulated.peak)
 
     def _candidate(self, price: float, within: float, size: int) -> _Candidate:
-        keep = Keep(self._keep(price), self._keep(within) if within else None)
+        keep = Keep(self._keep(price), self._keep(price), self._keep(within) if within else None)
         schedule = make_schedule(self._program, self._stages, keep, size)
         return _Candidate(price, within, size, schedule, simulate(self._program, schedule, self._estimate))
 

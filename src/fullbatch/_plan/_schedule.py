@@ -110,22 +110,68 @@ def microbatches(batch: int, size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Keep:
-    """Values to hold: `across` stages, for all microbatches at once, and `within` one, from forward to backward."""
+    """Which values are held until they are read again; the others are recomputed then.
+
+    `across` the end of the forward, for all microbatches at once; over a `near` barrier on one side of it, likewise;
+    and `within` a stage, from its forward to its backward, for one microbatch. None holds all.
+    """
 
     across: frozenset[int]
-    within: frozenset[int] | None = None  # None: all
+    near: frozenset[int] | None = None
+    within: frozenset[int] | None = None
+
+
+class _Held:
+    """In which stage each local value was last there, and whether it is still there in a later one."""
+
+    def __init__(self, stages: Stages, keep: Keep, program: Program) -> None:
+        self._keep, self._last = keep, dict[int, int]()
+        self._forward_reads = last_forward_reads(program, stages)
+
+    def at(self, value: int, stage: int) -> bool:
+        """Whether `value` was made before `stage` and held until it."""
+        last = self._last.get(value)
+        if last is None or last >= stage:
+            return False
+        if value in self._keep.across:
+            return True
+        if last <= self._forward_reads.get(value, -1) < stage:
+            return False
+        return self._keep.near is None or value in self._keep.near
+
+    def note(self, values: Iterable[int], stage: int) -> None:
+        """These values are there in `stage`."""
+        self._last.update(dict.fromkeys(values, stage))
+
+
+def last_forward_reads(program: Program, stages: Stages) -> dict[int, int]:
+    """For each local value of the forward the last stage in which the forward itself reads it."""
+    when = dict(stages.first_run)
+    for stage, targets in enumerate(stages.targets):
+        when.update(dict.fromkeys(targets, stage))
+    reads: dict[int, int] = {}
+    for task in program.tasks:
+        if task.origin.backward or task.id not in when:
+            continue
+        for value in task.inputs:
+            reads[value] = max(reads.get(value, 0), when[task.id])
+        for out in task.outputs:
+            if out is not None:
+                reads.setdefault(out, when[task.id])
+    return reads
 
 
 def make_schedule(program: Program, stages: Stages, keep: Keep, size: int) -> Schedule:
     """All stages in order, each for all microbatches, recomputing what is not in `keep` where it is read later."""
     samples = microbatches(program.batch, size)
     by_id = program.by_id
+    held = _Held(stages, keep, program)
     actions: list[Action] = []
     for stage in range(stages.count + 1):
         actions.extend(Action(Do.RUN, task) for task in stages.once[stage])
         if stage == stages.count:
             break
-        body = stage_body(program, stages, keep, stage)
+        body = stage_body(program, stages, keep, held, stage)
         for microbatch in range(len(samples)):
             actions.extend(Action(_verb(by_id[task]), task, microbatch) for task in body)
     return Schedule(tuple(_with_frees(actions, by_id, program)), samples)
@@ -135,14 +181,14 @@ def _verb(task: Task) -> Do:
     return {Kind.GATHER: Do.GATHER, Kind.REDUCE: Do.REDUCE}.get(task.kind, Do.RUN)
 
 
-def stage_body(program: Program, stages: Stages, keep: Keep, stage: int) -> list[int]:
+def stage_body(program: Program, stages: Stages, keep: Keep, held: _Held, stage: int) -> list[int]:
     """Tasks of one stage for one microbatch: its own in order, each recompute just before its first reader.
 
     A task may stand twice: for the forward, and again for the backward, where its value is not kept within the stage.
     """
     producers = program.producers
     by_id = program.by_id
-    own = _needed(stages.targets[stage], by_id, producers, stages, keep.across, stage)
+    own = _needed(stages.targets[stage], by_id, producers, held, stage)
     done: set[int] = set()
     order: list[int] = []
     mains = sorted(task for task in own if by_id[task].kind not in (Kind.SLICE,) and _runs_first(task, stages, stage))
@@ -209,20 +255,24 @@ def _targets_early(order: list[int], by_id: dict[int, Task]) -> list[int]:
 
 
 def _needed(
-    targets: Sequence[int], by_id: dict[int, Task], producers: dict[int, Task], stages: Stages,
-    keep: frozenset[int], stage: int,
-) -> set[int]:  # fmt: skip
+    targets: Sequence[int], by_id: dict[int, Task], producers: dict[int, Task], held: _Held, stage: int
+) -> set[int]:
+    """Local tasks that must run in this stage for its targets, given what is held."""
     needed: set[int] = set()
+    there: set[int] = set()
     stack = [by_id[target] for target in targets]
     while stack:
         for value in stack.pop().inputs:
             producer = producers.get(value)
             if producer is None or producer.kind not in (Kind.LOCAL, Kind.SLICE) or producer.id in needed:
                 continue
-            if producer.kind is Kind.LOCAL and stages.first_run[producer.id] < stage and value in keep:
+            if producer.kind is Kind.LOCAL and held.at(value, stage):
+                there.add(value)
                 continue
             needed.add(producer.id)
             stack.append(producer)
+    there.update(out for task in needed for out in by_id[task].outputs if out is not None)
+    held.note(there, stage)
     return needed
 
 
