@@ -122,6 +122,8 @@ class Captured:
             recomputed=choice.schedule.recomputes(self.program),
             held=choice.schedule.held(self.program),
             exact=choice.exact,
+            overhead=choice.overhead,
+            bound=choice.bound,
             barriers=self.stages.barriers,
             full_batch_nodes=tuple(self.program.full_batch),
             replicated=self._replicated,

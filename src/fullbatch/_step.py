@@ -13,7 +13,7 @@ import torch
 from fullbatch._capture._frontend import Frontend
 from fullbatch._capture._modules import traceable
 from fullbatch._captured import Captured, Request
-from fullbatch._errors import BatchError, FullbatchError, LossError, ModelError, VerifyError
+from fullbatch._errors import BatchError, CaptureError, FullbatchError, LossError, ModelError, VerifyError
 from fullbatch._hooks import refuse_hooks
 from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._memory._owned import owned_bytes
@@ -143,7 +143,11 @@ class Step:
     def _finish(self, batch: Any, call: _Call) -> Any:
         try:
             result = self._invoke(batch, call)
-            assert call.pending is not None and call.plan is not None
+            if call.pending is None or call.plan is None:
+                raise CaptureError.of(
+                    "loss_fn ran without being captured.", got="a call of Step inside of something that suspends TorchDynamo",
+                    expected="Step called from ordinary code", next="step(batch) outside of it",
+                )  # fmt: skip
             commit(call.pending, call.inputs)
         except BaseException:
             if call.generator is not None:

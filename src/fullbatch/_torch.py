@@ -51,12 +51,14 @@ _LIBRARY.impl("loss", lambda x: x.view_as(x), "CompositeImplicitAutograd")
 @contextlib.contextmanager
 def capture_settings() -> Iterator[None]:
     """Dynamo's settings for one step: every change of a Python value recaptures, shapes are never symbolic."""
-    with _dynamo_config(), _nothing_frozen():
+    # A program that turns torch.compile off does not mean this: nothing is compiled here.
+    with torch.compiler.set_stance("default"), _dynamo_config(), _nothing_frozen():
         yield
 
 
 def _dynamo_config() -> contextlib.AbstractContextManager[Any]:
     return torch._dynamo.config.patch(  # type: ignore[no-any-return]
+        disable=False,
         allow_rnn=True,  # LSTM and GRU have no other path
         automatic_dynamic_shapes=False,  # the full batch's constants are what makes the result exact
         assume_static_by_default=True,

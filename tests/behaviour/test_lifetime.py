@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -108,6 +110,51 @@ def test_other_compiled_code_of_the_program_is_undisturbed() -> None:
         assert torch.equal(compiled(x), x * 2)
     finally:
         torch._dynamo.config.error_on_recompile = kept
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "fail_on_recompile", "eager_on_recompile"])
+def test_a_stance_towards_compilation_is_not_about_the_step(stance: str) -> None:
+    model = mlp()
+    step = make(mse, model)
+    with torch.compiler.set_stance(stance):
+        for size in (6, 3):
+            agrees(step, mse, model, pair(size))
+            assert step.plan.batch == size
+
+
+def test_a_program_that_disables_torch_compile() -> None:
+    model, batch = mlp(), pair()
+    with torch._dynamo.config.patch(disable=True):
+        agrees(make(mse, model, batch), mse, model, batch)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: torch.device("cpu"),
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
+        lambda: torch.autograd.detect_anomaly(check_nan=False),
+    ],
+    ids=["device", "saved tensors hooks", "anomaly mode"],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly")
+def test_under_a_context_of_torch(context: Any) -> None:
+    model, batch = mlp(), pair()
+    step = make(mse, model, batch)
+    with context():
+        agrees(step, mse, model, batch)
+    agrees(step, mse, model, batch)
+
+
+def test_from_another_thread() -> None:
+    model, batch = mlp(), pair()
+    step = make(mse, model, batch)
+    expected = agrees(step, mse, model, batch)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(agrees(step, mse, model, batch)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], expected)
 
 
 def test_a_call_does_not_depend_on_the_example_batch() -> None:

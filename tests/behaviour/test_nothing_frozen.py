@@ -568,9 +568,9 @@ def test_a_value_that_changes_for_150_calls_neither_slows_nor_leaks() -> None:
         warnings.simplefilter("ignore")
         for call in range(150):
             weight = 1.0 + call
-            began = time.perf_counter()
+            began = time.process_time()
             step(batch)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.process_time() - began)
             # The newest capture: found through the executor that ran it.
             alive.append(weakref.ref(step._plan.schedule))
     gc.collect()

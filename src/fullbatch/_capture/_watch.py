@@ -67,14 +67,14 @@ def _names(value: Any) -> Any:
     if isinstance(value, dict):
         if "__builtins__" in value or "__import__" in value:  # the globals of a module, which grow as code runs
             return None
-        # Tensors compare element by element.
-        return [id(key) if isinstance(key, torch.Tensor) else key for key in value]
+        # Tensors compare element by element. The order of names, where it is read, is guarded by Dynamo.
+        return {id(key) if isinstance(key, torch.Tensor) else key for key in value}
     if isinstance(value, nn.Module):
         own = vars(value)
-        return [*own, *own["_parameters"], *own["_buffers"], *own["_modules"]]
+        return {*own, *own["_parameters"], *own["_buffers"], *own["_modules"]}
     if value is None or isinstance(value, _PLAIN) or not hasattr(value, "__dict__"):
         return None
-    return [*vars(value)]
+    return {*vars(value)}
 
 
 def _methods(cls: type) -> dict[str, Any]:

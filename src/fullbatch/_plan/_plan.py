@@ -32,11 +32,18 @@ class Plan:
     recomputed: int
     held: int
     exact: bool
+    overhead: float
+    bound: float
     barriers: tuple[Barrier, ...] = field(repr=False)
     full_batch_nodes: tuple[FullBatchNode, ...] = field(repr=False)
     replicated: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     schedule: Schedule = field(repr=False, compare=False, default=Schedule((), ()))
+
+    @property
+    def gap(self) -> float:
+        """How far the predicted time can be from the least possible at this budget, as a share of the step's time."""
+        return self.overhead - self.bound
 
     def __rich__(self) -> Table:
         table = Table(title="fullbatch plan", show_header=False, title_justify="left")
@@ -53,6 +60,8 @@ class Plan:
         table.add_row("budget", format_bytes(self.budget) if self.budget is not None else "none given")
         table.add_row("held across stages", f"{self.held} values a microbatch")
         table.add_row("recomputed", f"{self.recomputed} runs of {self.schedule.count_runs()}")
+        limit = f"; no schedule at this budget can take less than {self.bound:.1%}" if self.overhead > 0 else ""
+        table.add_row("extra time", f"{self.overhead:.1%} (predicted from operations and bytes{limit})")
         for title, items in (("barriers", self.barriers), ("at full batch", self.full_batch_nodes)):
             shown = [str(item) for item in items]
             grouped = list(dict.fromkeys(shown))

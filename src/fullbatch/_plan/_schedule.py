@@ -112,12 +112,12 @@ def microbatches(batch: int, size: int) -> tuple[int, ...]:
 class Keep:
     """Which values are held until they are read again; the others are recomputed then.
 
-    `across` the end of the forward, for all microbatches at once; over a `near` barrier on one side of it, likewise;
-    and `within` a stage, from its forward to its backward, for one microbatch. None holds all.
+    `across` the end of the forward, for all microbatches at once; over a barrier on one side of it, likewise, but for
+    those in `dropped`; and `within` a stage, from its forward to its backward, for one microbatch (None holds all).
     """
 
     across: frozenset[int]
-    near: frozenset[int] | None = None
+    dropped: frozenset[int] = frozenset()
     within: frozenset[int] | None = None
 
 
@@ -137,7 +137,7 @@ class _Held:
             return True
         if last <= self._forward_reads.get(value, -1) < stage:
             return False
-        return self._keep.near is None or value in self._keep.near
+        return value not in self._keep.dropped
 
     def note(self, values: Iterable[int], stage: int) -> None:
         """These values are there in `stage`."""

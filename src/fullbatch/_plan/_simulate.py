@@ -24,6 +24,7 @@ class Simulated:
     retained: int
     time: float
     timeline: tuple[int, ...] = ()
+    position: int = 0  # of the action at which the peak is reached
 
 
 class _Ledger:
@@ -60,43 +61,74 @@ class _Ledger:
         self.live -= self._bytes[root]
         return self._bytes[root]
 
+    def by_value(self) -> dict[int, int]:
+        """Bytes that each local value keeps alive, over all microbatches; a base counts for the first of its views."""
+        held: dict[int, int] = {}
+        seen: set[int] = set()
+        for (value, microbatch), root in self._root.items():
+            if microbatch != ALL and root not in seen:
+                seen.add(root)
+                held[value] = held.get(value, 0) + self._bytes[root]
+        return held
+
     def has(self, slot: tuple[int, int]) -> bool:
         return slot in self._root
 
 
 def simulate(program: Program, schedule: Schedule, cost: Coster, timeline: bool = False) -> Simulated:
     """Walks `schedule` once with the costs of each task."""
-    ledger = _Ledger()
-    away: dict[tuple[int, int], int] = {}
-    local = [value.local for value in program.values]
-    peak, at, time = 0, None, 0.0
+    walk = _Walk(program, schedule, cost)
+    peak, at, where = 0, None, 0
     track: list[int] = []
-    for action in schedule.actions:
-        high = 0
+    for position, action in enumerate(schedule.actions):
+        high = walk.take(action)
+        if high > peak:
+            peak, at, where = high, action, position
+        if timeline:
+            track.append(walk.ledger.live)
+    return Simulated(peak, at, walk.ledger.live, walk.time, tuple(track), where)
+
+
+def live_at(program: Program, schedule: Schedule, cost: Coster, position: int) -> dict[int, int]:
+    """Bytes that each local value keeps alive just before the action at `position`."""
+    walk = _Walk(program, schedule, cost)
+    for action in schedule.actions[:position]:
+        walk.take(action)
+    return walk.ledger.by_value()
+
+
+class _Walk:
+    """The state of one walk over a schedule."""
+
+    def __init__(self, program: Program, schedule: Schedule, cost: Coster) -> None:
+        self._program, self._samples, self._cost = program, schedule.samples, cost
+        self._tasks = program.by_id
+        self._local = [value.local for value in program.values]
+        self._away: dict[tuple[int, int], int] = {}
+        self.ledger, self.time = _Ledger(), 0.0
+
+    def take(self, action: Action) -> int:
+        """Takes one action; returns the most bytes alive during it."""
+        ledger = self.ledger
         if action.do is Do.FREE:
             ledger.drop((action.subject, action.microbatch))
-        elif action.do is Do.OFFLOAD:
-            away[action.subject, action.microbatch] = ledger.drop((action.subject, action.microbatch))
-        elif action.do is Do.FETCH:
+            return 0
+        if action.do is Do.OFFLOAD:
+            self._away[action.subject, action.microbatch] = ledger.drop((action.subject, action.microbatch))
+            return 0
+        if action.do is Do.FETCH:
             slot = (action.subject, action.microbatch)
-            ledger.add(slot, away.pop(slot, 0), None)
-            high = ledger.live
+            ledger.add(slot, self._away.pop(slot, 0), None)
+            return ledger.live
+        task = self._tasks[action.subject]
+        found = self._cost(task, self._program.batch if action.microbatch == ALL else self._samples[action.microbatch])
+        self.time += found.time
+        if action.do is Do.RUN:
+            high = ledger.live + found.peak
+            _made(ledger, task, action, found, self._local)
         else:
-            task = program.by_id[action.subject]
-            samples = program.batch if action.microbatch == ALL else schedule.samples[action.microbatch]
-            found = cost(task, samples)
-            time += found.time
-            if action.do is Do.RUN:
-                high = ledger.live + found.peak
-                _made(ledger, task, action, found, local)
-            else:
-                high = _joined(ledger, task, action, found, len(schedule.samples), program)
-            high = max(high, ledger.live)
-        if high > peak:
-            peak, at = high, action
-        if timeline:
-            track.append(ledger.live)
-    return Simulated(peak, at, ledger.live, time, tuple(track))
+            high = _joined(ledger, task, action, found, len(self._samples))
+        return max(high, ledger.live)
 
 
 def _made(ledger: _Ledger, task: Task, action: Action, found: TaskCost, local: list[bool]) -> None:
@@ -108,7 +140,7 @@ def _made(ledger: _Ledger, task: Task, action: Action, found: TaskCost, local: l
         ledger.add(slot, out.nbytes, alias)
 
 
-def _joined(ledger: _Ledger, task: Task, action: Action, found: TaskCost, count: int, program: Program) -> int:
+def _joined(ledger: _Ledger, task: Task, action: Action, found: TaskCost, count: int) -> int:
     """A gather or a reduce: the whole value is born at the first microbatch."""
     (value,) = task.outputs
     (source,) = task.inputs
