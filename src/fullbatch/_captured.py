@@ -147,7 +147,6 @@ class Captured:
         ]
         buffers = [(inputs[at], result(node)) for at, node in self.joint.mutated.items()]
         outputs = [result(node) for node in self.joint.outputs]
-        del found, results
         return outputs, Pending(gradients, buffers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -145,9 +146,11 @@ class Step:
             result = self._invoke(batch, call)
             if call.pending is None or call.plan is None:
                 raise CaptureError.of(
-                    "loss_fn ran without being captured.", got="a call of Step inside of something that suspends TorchDynamo",
-                    expected="Step called from ordinary code", next="step(batch) outside of it",
-                )  # fmt: skip
+                    "loss_fn ran without being captured.",
+                    got="a call of Step inside of something that suspends TorchDynamo",
+                    expected="Step called from ordinary code",
+                    next="step(batch) outside of it",
+                )
             commit(call.pending, call.inputs)
         except BaseException:
             if call.generator is not None:
@@ -161,10 +164,8 @@ class Step:
 
     def _prepare(self, batch: Any) -> Plan:
         call = self._start(batch, only_plan=True)
-        try:
+        with contextlib.suppress(_PlannedOnly):
             self._invoke(batch, call)
-        except _PlannedOnly:
-            pass
         assert call.plan is not None
         return call.plan
 

@@ -1,8 +1,8 @@
 """The certificate: the planned step and the plain one, side by side, on copies.
 
-A claim of exactness is worth what can be checked where it is used. Both steps run on a copy of the model, in float64, at a
-size that fits, and every gradient, every buffer and the loss are compared. With active dropout the plain step is given
-the masks that the planned one drew.
+A claim of exactness is worth what can be checked where it is used. Both steps run on a copy of the model, in float64,
+at a size that fits, and every gradient, every buffer and the loss are compared. With active dropout the plain step is
+given the masks that the planned one drew.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Certificate:
         table.add_row("compared", f"{self.samples} samples in microbatches of {self.microbatch}, {self.dtype}")
         table.add_row("loss", f"{self.loss_error:.1e}")
         table.add_row("gradients", f"{self.gradient_error:.1e}, largest at {self.worst_parameter or 'none'}")
-        table.add_row("buffers", f"{self.buffer_error:.1e}" + (f", largest at {self.worst_buffer}" if self.worst_buffer else ""))
+        at = f", largest at {self.worst_buffer}" if self.worst_buffer else ""
+        table.add_row("buffers", f"{self.buffer_error:.1e}{at}")
         table.add_row("tolerance", f"{self.tolerance:.0e} (relative to the largest gradient)")
         if self.realised_masks:
             table.add_row("randomness", "compared on the masks that the planned step drew")
@@ -109,7 +110,7 @@ def verify(
     dtype: torch.dtype | None,
     need: int,
 ) -> Certificate:
-    """Compares both steps. `make_step(model, batch, microbatch)` plans; `need` is the plain step's bytes at this batch."""
+    """Compares both steps. `make_step(model, batch, microbatch)` plans; `need` is the plain step's bytes."""
     original = _floating(model)
     dtype = original if dtype is None else dtype
     samples = _samples_that_fit(shape.size, need, original, dtype, model)

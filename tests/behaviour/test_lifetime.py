@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import threading
 from typing import Any
@@ -120,6 +121,17 @@ def test_a_stance_towards_compilation_is_not_about_the_step(stance: str) -> None
         for size in (6, 3):
             agrees(step, mse, model, pair(size))
             assert step.plan.batch == size
+
+
+def test_measuring_a_step_needs_no_new_capture() -> None:
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        return mse(model, batch) * (2.0 if os.environ.get("FB_MISSING") else 1.0)
+
+    model, batch = mlp(), pair()
+    step = make(loss_fn, model, batch)
+    step(batch)
+    assert fullbatch.measure(lambda: step(batch)).peak > 0
+    assert captures(step) == 1
 
 
 def test_a_program_that_disables_torch_compile() -> None:

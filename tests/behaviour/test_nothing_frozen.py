@@ -139,8 +139,14 @@ READS = {"[]": lambda: os.environ["FB_TEST"], "getenv": lambda: os.getenv("FB_TE
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
 def test_environment_variable(read: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FB_TEST", "0.5")
+    follows(lambda model, batch: mse(model, batch) * float(read()), lambda _: monkeypatch.setenv("FB_TEST", "0.9"))
+
+
+def test_environment_variable_that_was_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FB_TEST", raising=False)
     follows(
-        lambda model, batch: mse(model, batch) * float(read()), lambda _: monkeypatch.setenv("FB_TEST", "0.9")
+        lambda model, batch: mse(model, batch) * float(os.getenv("FB_TEST", "0.5")),
+        lambda _: monkeypatch.setenv("FB_TEST", "0.9"),
     )
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import GROUPS, Case, all_cases
-from cases.reference import collect, compare, plain, training_flags
 from torch.utils._pytree import tree_leaves
 
 import fullbatch
+from cases import GROUPS, Case, all_cases
+from cases.reference import collect, compare, plain, training_flags
 
 
 def _param(group: str, case: Case) -> Any:

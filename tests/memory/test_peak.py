@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, all_cases
-from cases.reference import modules
 from torch import nn
 
 import fullbatch
+from cases import Case, all_cases
+from cases.reference import modules
 
 MODELS = [case for case in all_cases("models") if "dynamo-no" not in case.tags]
 

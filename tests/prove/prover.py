@@ -22,7 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from fullbatch._axis._build import Builder, _draws
+from fullbatch._axis._build import Builder
+from fullbatch._axis._operator import draws as _draws
 from fullbatch._axis._rules import RULES
 from fullbatch._axis._rules._pointwise import is_pointwise
 from fullbatch._capture._clean import clean

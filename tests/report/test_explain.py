@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import all_cases
-from cases.reference import modules
 
 import fullbatch
+from cases import all_cases
+from cases.reference import modules
 
 
 @pytest.mark.parametrize("name", ["mlp", "unet_bilinear", "hf_vit", "gpt2_no_padding", "hf_convnext", "nano_gpt"])
@@ -46,7 +46,8 @@ def test_rows_by_kind_and_module() -> None:
 
 
 @pytest.mark.parametrize("make", [
-    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p), lambda p: torch.optim.Adagrad(p),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p),
+    lambda p: torch.optim.Adagrad(p),
     lambda p: torch.optim.RMSprop(p, momentum=0.5), lambda p: torch.optim.Adafactor(p), lambda p: torch.optim.Adamax(p),
     lambda p: torch.optim.NAdam(p), lambda p: torch.optim.SGD(p, lr=0.1),
 ])  # fmt: skip

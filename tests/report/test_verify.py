@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases.reference import buffers_of, grads_of
 from torch import nn
 
 import fullbatch
+from cases.reference import buffers_of, grads_of
 from fullbatch._run import _executor
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fullbatch import _torch
 from fullbatch._axis import _expand
-from fullbatch._axis._kernels import KERNELS
+from fullbatch._axis._kernels import filled, then_nothing
 from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy, scaled_shape
+from fullbatch._axis._operator import complete, fields, kernel, metas, template, used_outputs
 from fullbatch._axis._origin import Origins
 from fullbatch._axis._rules import RULES
 from fullbatch._axis._rules._pointwise import is_pointwise, pointwise
-from fullbatch._axis._strides import has_dense_strides
+from fullbatch._axis._strides import restride, same_view, within
 from fullbatch._capture._clean import EFFECTS
 from fullbatch._errors import CaptureError
 from fullbatch._ir import (
@@ -45,12 +45,6 @@ aten = torch.ops.aten
 # Below this many bytes a value that was computed on the whole batch stays whole: cutting it again would buy
 # nothing and may cost a barrier further on.
 RESLICE_ABOVE = 256 * 1024
-
-_VIEWS = {
-    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice",
-    "select", "split", "split_with_sizes", "unbind", "chunk", "diagonal", "view_as_real", "view_as_complex", "unfold",
-    "_reshape_alias", "as_strided", "real", "imag", "_conj", "_neg_view", "numpy_T", "swapaxes",
-}  # fmt: skip
 
 
 class Builder:
@@ -167,8 +161,8 @@ class Builder:
                 strategy = Strategy({}, (layout,), {"size": size})
                 return self._emit_local(node, whole, strategy)[0]
         for operand in whole.operands:
-            for dim, size in enumerate(operand.shape):
-                if size != layout.per_sample * self.batch:
+            for dim, extent in enumerate(operand.shape):
+                if extent != layout.per_sample * self.batch:
                     continue
                 view = _with_layout(whole, operand, layout.at(dim))
                 found = self._strategy(node, view)
@@ -236,8 +230,8 @@ class Builder:
             self._fill(node)
             return
         if node.target in (aten.as_strided.default, aten.as_strided_scatter.default, aten.resize.default):
-            if not self._strided(node):
-                return
+            self._strided(node)
+            return
         if node.target in EFFECTS:
             self._effect(node)
             return
@@ -256,44 +250,43 @@ class Builder:
     def _fill(self, node: fx.Node) -> None:
         shape, value = node.args[0], node.args[1]
         out = self.value(node.meta["val"], name=node.name)
-        task = self.emit(Kind.ONCE, _filled, (list(shape), value), (), (out,), node.kwargs)  # type: ignore[arg-type]
+        task = self.emit(Kind.ONCE, filled, (list(shape), value), (), (out,), node.kwargs)  # type: ignore[arg-type]
         assert task.kernel is not None
         self._fills[out] = (tuple(shape), task.kernel)  # type: ignore[arg-type]
         self._fill_value[out] = float(value) if isinstance(value, (int, float)) else float("nan")
         self._of[node] = out
 
-    def _strided(self, node: fx.Node) -> bool:
-        """Operators that read memory by strides: exact where the traced strides can be had again, else refused.
-
-        Returns True where the node is to run as any other. Its operand is first given the strides it was traced with.
-        """
+    def _strided(self, node: fx.Node) -> None:
+        """Operators that read memory by strides: exact where the traced strides can be had again, else refused."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         meta = source.meta["val"]
-        if node.target is aten.as_strided.default and _same_view(meta, node):
+        if node.target is aten.as_strided.default and same_view(meta, node):
             self._of[node] = self._of[source]
-            return False
-        size, stride = meta.shape, meta.stride()
-        if node.target is aten.resize.default or not _within(meta, node):
+            return
+        if node.target is aten.resize.default or not within(meta, node):
             raise CaptureError.of(
                 f"{node.target} reads memory beyond the tensor it is given.", got=str(self.origin),
                 expected="views by shape: view, transpose, slice, unfold",
                 next="replace as_strided by unfold or by indexing",
             )  # fmt: skip
-        out = self._copy_value(self.values[self.whole(self._of[source])], None)
-        self.emit(Kind.ONCE, _restride, (Ref(0), list(size), list(stride)), [self.whole(self._of[source])], [out])
-        self._of[source] = out
-        return True
+        placed = self._of[source]
+        whole = self.whole(placed)
+        out = self._copy_value(self.values[whole], None)
+        self.emit(Kind.ONCE, restride, (Ref(0), list(meta.shape), list(meta.stride())), [whole], [out])
+        self._of[source] = out  # for this operator only
+        self._once(node, self._view(node, soft=False))
+        self._of[source] = placed
 
     def _effect(self, node: fx.Node) -> None:
         """A check that raises or does nothing: it runs on what it is given, and something must wait for it."""
         view = self._view(node, soft=False)
-        args, kwargs = _template(node, view, {})
+        args, kwargs = template(node, view, {})
         inputs = [self._of[operand.node] for operand in view.operands]
         local = any(self.values[value].local for value in inputs)
         meta = torch.empty((), device="meta")
         out = self.value(meta, partial=local)
-        fn = _then_nothing(node.target)
+        fn = then_nothing(node.target)
         self.emit(Kind.LOCAL if local else Kind.ONCE, fn, args, inputs, (out,), kwargs)
         self.effects.append(self.reduce(out, meta, Partial(), "a check of values") if local else out)
 
@@ -331,7 +324,7 @@ class Builder:
         if found is None and is_pointwise(node.target):
             found = pointwise
         strategy = None if found is None else found(view)
-        return strategy if strategy is not None and _complete(node, strategy) else None
+        return strategy if strategy is not None and complete(node, strategy) else None
 
     # ---- ways to run
 
@@ -349,26 +342,24 @@ class Builder:
                 ids.append(self.slice(value, strategy.need[operand.index]))
             else:
                 if self.values[value].layout is not None:
-                    self.full_batch.append(
-                        FullBatchNode("one operand is read whole", self.origin, self._nbytes(value))
-                    )
+                    self.full_batch.append(FullBatchNode("one operand is read whole", self.origin, self._nbytes(value)))
                 ids.append(self.whole(value))
-        metas = _metas(node)
+        forms = metas(node)
         outputs: list[int | None] = []
         standing: list[int | None] = []
         pending: list[tuple[int, int, Partial]] = []
-        used = _used_outputs(node, len(metas))
-        for position, (meta, placed) in enumerate(zip(metas, strategy.out, strict=True)):
+        used = used_outputs(node, len(forms))
+        for position, (meta, placed) in enumerate(zip(forms, strategy.out, strict=True)):
             out, stands = self._output(meta, placed, position in used, pending, position)
             outputs.append(out)
             standing.append(stands)
-        args, kwargs = _template(node, view, strategy.patch)
+        args, kwargs = template(node, view, strategy.patch)
         self.emit(
-            Kind.LOCAL, strategy.fn or _kernel(node), args, ids, outputs, kwargs,  # type: ignore[arg-type]
-            **_fields(node),
+            Kind.LOCAL, strategy.fn or kernel(node), args, ids, outputs, kwargs,  # type: ignore[arg-type]
+            **fields(node),
         )  # fmt: skip
         for position, value, how in pending:
-            standing[position] = self.reduce(value, metas[position], how)
+            standing[position] = self.reduce(value, forms[position], how)
         return standing
 
     def _output(
@@ -385,20 +376,20 @@ class Builder:
             return value, value
         # An output that holds nothing: empty (statistics that are not kept), or of no meaning with these arguments.
         empty = self.value(meta)
-        self.emit(Kind.ONCE, _filled, (list(meta.shape), 0), (), (empty,), {"dtype": meta.dtype, "device": meta.device})
+        self.emit(Kind.ONCE, filled, (list(meta.shape), 0), (), (empty,), {"dtype": meta.dtype, "device": meta.device})
         return None, empty
 
     def _once(self, node: fx.Node, view: NodeView) -> None:
         coupled = view.sharded()
         ids = [self.whole(self._of[operand.node]) for operand in view.operands]
-        metas = _metas(node)
-        used = _used_outputs(node, len(metas))
+        forms = metas(node)
+        used = used_outputs(node, len(forms))
         outputs = [
             self.value(meta) if isinstance(meta, torch.Tensor) and position in used else None
-            for position, meta in enumerate(metas)
+            for position, meta in enumerate(forms)
         ]
-        args, kwargs = _template(node, view, {})
-        self.emit(Kind.ONCE, _kernel(node), args, ids, outputs, kwargs, **_fields(node))  # type: ignore[arg-type]
+        args, kwargs = template(node, view, {})
+        self.emit(Kind.ONCE, kernel(node), args, ids, outputs, kwargs, **fields(node))  # type: ignore[arg-type]
         if coupled:
             why = "couples the samples" if RULES.find(view.name) or is_pointwise(node.target) else "no rule knows it"
             size = sum(self._nbytes(out) for out in outputs if out is not None)
@@ -415,7 +406,7 @@ class Builder:
         if not view.sharded():
             return False
         sizes = [self._nbytes(self._of[operand.node]) for operand in view.sharded()]
-        sizes += [meta.numel() * meta.element_size() for meta in _metas(node) if isinstance(meta, torch.Tensor)]
+        sizes += [meta.numel() * meta.element_size() for meta in metas(node) if isinstance(meta, torch.Tensor)]
         if max(sizes) <= self._reslice_above:
             return False
         strategy = self._strategy(node, view)
@@ -471,30 +462,6 @@ class Builder:
         return self.values[value].nbytes(None, self.batch)
 
 
-def _offset(node: fx.Node, meta: torch.Tensor) -> int:
-    position = 4 if node.target is aten.as_strided_scatter.default else 3
-    given = node.args[position] if len(node.args) > position else None
-    return (int(given) if given is not None else meta.storage_offset()) - meta.storage_offset()  # type: ignore[call-overload]
-
-
-def _same_view(meta: torch.Tensor, node: fx.Node) -> bool:
-    return tuple(node.args[1]) == tuple(meta.shape) and tuple(node.args[2]) == meta.stride() and not _offset(node, meta)  # type: ignore[arg-type]
-
-
-def _within(meta: torch.Tensor, node: fx.Node) -> bool:
-    """Whether every element read lies in the memory that the operand's own elements fill."""
-    at = 2 if node.target is aten.as_strided_scatter.default else 1
-    size, stride = node.args[at], node.args[at + 1]
-    last = sum((n - 1) * s for n, s in zip(size, stride, strict=True))  # type: ignore[arg-type]
-    offset = _offset(node, meta)
-    return offset == 0 and last < meta.numel() and has_dense_strides(meta)
-
-
-def _restride(x: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
-    """`x` with the strides that it was traced with, in memory that begins with it."""
-    return torch.empty_strided(size, stride, dtype=x.dtype, device=x.device).copy_(x)
-
-
 def _is_view(shape: tuple[int, ...], layout: Layout) -> bool:
     """Whether a slice of a contiguous tensor is contiguous, so that it need not be copied."""
     return layout.outer == 1 and all(size == 1 for size in shape[: layout.dim])
@@ -509,100 +476,6 @@ def _with_layout(view: NodeView, operand: Operand, layout: Layout) -> NodeView:
         return [convert(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
 
     return replace(view, operands=operands, args={name: convert(arg) for name, arg in view.args.items()})
-
-
-def _filled(size: list[int], value: Any, **kwargs: Any) -> torch.Tensor:
-    """A constant as one element seen many times: reading it costs no memory."""
-    kwargs.pop("pin_memory", None)
-    if 0 in size:
-        return torch.full(size, value, **kwargs)
-    return torch.full([1] * len(size), value, **kwargs).expand(size)
-
-
-def _then_nothing(check: Any) -> Callable[..., torch.Tensor]:
-    def checked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        check(tensor, *args, **kwargs)
-        return torch.zeros((), device=tensor.device)
-
-    checked._qualified = str(check)  # type: ignore[attr-defined]
-    return checked
-
-
-def _kernel(node: fx.Node) -> Any:
-    return KERNELS.get(node.target, node.target)
-
-
-def _metas(node: fx.Node) -> list[Any]:
-    out = node.meta["val"]
-    return list(out) if isinstance(out, (list, tuple)) else [out]
-
-
-def _used_outputs(node: fx.Node, count: int) -> set[int]:
-    if not isinstance(node.meta["val"], (list, tuple)):
-        return {0}
-    return {int(user.args[1]) for user in node.users if user.target is operator.getitem and user.users}
-
-
-def _complete(node: fx.Node, strategy: Strategy) -> bool:
-    """Whether the rule says what every output is that anyone reads and that holds anything."""
-    metas = _metas(node)
-    used = _used_outputs(node, len(metas))
-    return all(
-        placed is not None or position not in used or not isinstance(meta, torch.Tensor) or not meta.numel()
-        for position, (meta, placed) in enumerate(zip(metas, strategy.out, strict=True))
-    )
-
-
-def _template(node: fx.Node, view: NodeView, patch: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    def convert(arg: Any) -> Any:
-        if isinstance(arg, Operand):
-            return Ref(arg.index)
-        if isinstance(arg, (list, tuple)):
-            return [convert(item) for item in arg]
-        return arg
-
-    merged = {**view.args, **patch}
-    positional, keyword = [], {}
-    for argument in node.target._schema.arguments:  # type: ignore[union-attr]
-        if argument.name not in merged:
-            if not argument.kwarg_only and any(a.name in merged for a in _after(node, argument.name)):
-                positional.append(argument.default_value)
-            continue
-        value = convert(merged[argument.name])
-        if argument.kwarg_only:
-            keyword[argument.name] = value
-        else:
-            positional.append(value)
-    return positional, keyword
-
-
-def _after(node: fx.Node, name: str) -> list[Any]:
-    arguments = [argument for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
-    position = [argument.name for argument in arguments].index(name)
-    return arguments[position + 1 :]
-
-
-def _fields(node: fx.Node) -> dict[str, Any]:
-    target = node.target
-    args, kwargs = _torch.tree_map(lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, (node.args, node.kwargs))
-    packet = str(target).split(".")[1]
-    return {
-        "single": not isinstance(node.meta["val"], (list, tuple)),
-        "random": torch.Tag.nondeterministic_seeded in target.tags and _draws(node),  # type: ignore[union-attr]
-        "view": packet in _VIEWS,
-        "flops": _torch.flops_of(target, args, kwargs, node.meta["val"]),
-    }
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether a random operator draws with these arguments: attention without dropout does not."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if "dropout_p" in names:
-        return bool(given.get("dropout_p", 0.0))
-    if "native_dropout" in str(node.target):
-        return bool(given.get("p")) and given.get("train") is not False
-    return True
 
 
 def build(joint: Any, layouts: dict[int, Layout], batch: int, reslice_above: int = RESLICE_ABOVE) -> Program:
@@ -625,7 +498,7 @@ def build(joint: Any, layouts: dict[int, Layout], batch: int, reslice_above: int
     tasks = prune(builder.tasks, outputs)
     alive = {task.id for task in tasks}
     coupled = [(task, why) for task, why in builder.coupled if task in alive]
-    joint.values = {node: value for node, value in zip(wanted, outputs, strict=False)}
+    joint.values = dict(zip(wanted, outputs, strict=False))
     return Program(batch, builder.values, tasks, inputs, outputs, builder.full_batch, coupled)
 
 

@@ -133,7 +133,12 @@ def _running_statistics(builder: Builder, view: NodeView, mean: int, var: int, c
 
 
 def _update_running(
-    mean: torch.Tensor, var: torch.Tensor, batch_mean: torch.Tensor, batch_var: torch.Tensor, momentum: float, bessel: float
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    batch_mean: torch.Tensor,
+    batch_var: torch.Tensor,
+    momentum: float,
+    bessel: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return (
         mean * (1 - momentum) + batch_mean.to(mean.dtype) * momentum,
@@ -226,7 +231,8 @@ def _variance(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     partial = builder.value(pair, partial=True)
     x = builder.of(source.node)
     builder.emit(Kind.LOCAL, _moments, (Ref(0), list(dims), keepdim), [x], [partial])
-    whole = builder.reduce(partial, pair, Partial(Reduction.MOMENTS, count // builder.batch), "a variance over the batch")
+    how = Partial(Reduction.MOMENTS, count // builder.batch)
+    whole = builder.reduce(partial, pair, how, "a variance over the batch")
     outputs = [builder.value(meta), builder.value(meta)]
     divisor = max(count - correction, 0.0)
     builder.emit(Kind.ONCE, _variance_and_mean, (Ref(0), divisor), [whole], outputs, single=False)
@@ -294,7 +300,8 @@ def _nll(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     ref = Ref(2) if weight else None
     if reduction not in (_MEAN, _SUM):
         out = builder.value(meta, layout)
-        builder.emit(Kind.LOCAL, _first_of(node.target), (Ref(0), Ref(1), ref, reduction, ignore), [x, y, *affine], [out])
+        args = (Ref(0), Ref(1), ref, reduction, ignore)
+        builder.emit(Kind.LOCAL, _first_of(node.target), args, [x, y, *affine], [out])
         builder.assign(node, [out, total])
         return True
     wide = meta.new_empty((), dtype=_statistics_dtype(meta.dtype))

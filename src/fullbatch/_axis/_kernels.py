@@ -6,6 +6,7 @@ the whole batch, that would be a copy of the whole batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,3 +45,20 @@ KERNELS: dict[Any, Any] = {
 
 for _target, _fn in KERNELS.items():
     _fn._qualified = str(_target)
+
+
+def filled(size: list[int], value: Any, **kwargs: Any) -> torch.Tensor:
+    """A constant as one element seen many times: reading it costs no memory."""
+    kwargs.pop("pin_memory", None)
+    if 0 in size:
+        return torch.full(size, value, **kwargs)
+    return torch.full([1] * len(size), value, **kwargs).expand(size)
+
+
+def then_nothing(check: Any) -> Callable[..., torch.Tensor]:
+    def checked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        check(tensor, *args, **kwargs)
+        return torch.zeros((), device=tensor.device)
+
+    checked._qualified = str(check)  # type: ignore[attr-defined]
+    return checked

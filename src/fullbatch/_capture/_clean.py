@@ -43,13 +43,17 @@ def clean(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target in _FILLS:
             _as_full(graph, node)
-        elif node.target is aten.as_strided.default and _contiguous(node, 0) and _keeps_order(node, node.args[0], 1):
+        elif node.target is aten.as_strided.default and _contiguous(node, 0) and _in_order(node, 1):
             _as_view(graph, node, node.args[0])
-        elif node.target is aten.as_strided_scatter.default and _contiguous(node, 0) and _keeps_order(node, node.args[0], 2):
+        elif node.target is aten.as_strided_scatter.default and _contiguous(node, 0) and _in_order(node, 2):
             _as_view(graph, node, node.args[1])
         elif node.target in (aten.expand.default, aten.view.default, aten.clone.default) and _is_fill(node.args[0]):
             _as_full(graph, node, value=node.args[0].args[1])
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or node.target in EFFECTS)
+    graph.eliminate_dead_code(is_impure_node=_is_impure)
+
+
+def _is_impure(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or node.target in EFFECTS
 
 
 def without_tokens(graph: fx.Graph) -> None:
@@ -89,19 +93,21 @@ def _as_source(graph: fx.Graph, node: fx.Node) -> None:
 
 def _contiguous(node: fx.Node, at: int) -> bool:
     source = node.args[at]
-    return isinstance(source, fx.Node) and source.meta["val"].is_contiguous() and not source.meta["val"].storage_offset()
+    meta = source.meta["val"] if isinstance(source, fx.Node) else None
+    return meta is not None and meta.is_contiguous() and not meta.storage_offset()
 
 
-def _keeps_order(node: fx.Node, base: Any, at: int) -> bool:
+def _in_order(node: fx.Node, at: int) -> bool:
     """Whether a strided view reads all of a contiguous base in order: then it is a view by shape."""
-    size, stride = node.args[at], node.args[at + 1]
-    offset = node.args[at + 2] if len(node.args) > at + 2 else 0
+    args: tuple[Any, ...] = node.args
+    size, stride = args[at], args[at + 1]
+    offset = args[at + 2] if len(args) > at + 2 else 0
     expected = 1
-    for n, step in zip(reversed(size), reversed(stride), strict=True):  # type: ignore[call-overload]
+    for n, step in zip(reversed(tuple(size)), reversed(tuple(stride)), strict=True):
         if n != 1 and step != expected:
             return False
         expected *= n
-    return not offset and expected == base.meta["val"].numel()
+    return not offset and bool(expected == args[0].meta["val"].numel())
 
 
 def _as_view(graph: fx.Graph, node: fx.Node, source: Any) -> None:

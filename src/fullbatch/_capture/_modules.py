@@ -43,12 +43,12 @@ def traceable(model: Any) -> Iterator[None]:
         if isinstance(module, _BatchNorm) and _counts(module)
     ]
     for module in changed:
-        module.forward = MethodType(_cumulative, module)
+        module.__dict__["forward"] = MethodType(_cumulative, module)
     try:
         yield
     finally:
         for module in changed:
-            del module.forward
+            del module.__dict__["forward"]
 
 
 def _counts(module: nn.Module) -> bool:

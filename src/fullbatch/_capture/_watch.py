@@ -22,6 +22,7 @@ _PLAIN = (torch.Tensor, ModuleType, type, FunctionType, CodeType, str, bytes, in
 
 # Watched with their module, or guarded by Dynamo itself.
 _OF_MODULES = ("._parameters", "._buffers", "._modules", "_hooks", "_hooks_with_kwargs")
+_NOISE = {b"KINETO_LOG_LEVEL"}  # torch's profiler puts it into the environment
 
 
 class Watch:
@@ -68,7 +69,7 @@ def _names(value: Any) -> Any:
         if "__builtins__" in value or "__import__" in value:  # the globals of a module, which grow as code runs
             return None
         # Tensors compare element by element. The order of names, where it is read, is guarded by Dynamo.
-        return {id(key) if isinstance(key, torch.Tensor) else key for key in value}
+        return {id(key) if isinstance(key, torch.Tensor) else key for key in value} - _NOISE
     if isinstance(value, nn.Module):
         own = vars(value)
         return {*own, *own["_parameters"], *own["_buffers"], *own["_modules"]}

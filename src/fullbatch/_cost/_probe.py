@@ -60,9 +60,7 @@ class Prober:
 
     def __init__(self, program: Program, inputs: dict[int, torch.Tensor]) -> None:
         self._program = program
-        self._metas: dict[_Slot, Meta] = {
-            (program.inputs[at], ONCE): Meta.of(tensor) for at, tensor in inputs.items()
-        }
+        self._metas: dict[_Slot, Meta] = {(program.inputs[at], ONCE): Meta.of(tensor) for at, tensor in inputs.items()}
         self._device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
         self._found: dict[_Slot, TaskCost] = {}
         self._estimate = estimated(program)
@@ -86,7 +84,8 @@ class Prober:
             self._marks: list[tuple[Any, int, int]] = []
             self._pending: dict[_Slot, Any] = {}
             try:
-                events = memory_events(lambda: self._walk(missing)) if self._device.type == "cpu" else self._walk(missing)
+                on_cpu = self._device.type == "cpu"
+                events = memory_events(lambda: self._walk(missing)) if on_cpu else self._walk(missing)
             except MeasureError:
                 self._unavailable = "operators were not measured: a profiler is running"
                 return None

@@ -66,7 +66,8 @@ class Ledger:
             table.add_row(f"kept by {name or 'the loss'}", format_bytes(nbytes), f"{nbytes / max(self.peak, 1):.0%}")
         if len(shown) > 12:
             rest = sum(nbytes for _, nbytes in shown[12:])
-            table.add_row(f"kept by {len(shown) - 12} more modules", format_bytes(rest), f"{rest / max(self.peak, 1):.0%}")
+            share = f"{rest / max(self.peak, 1):.0%}"
+            table.add_row(f"kept by {len(shown) - 12} more modules", format_bytes(rest), share)
         table.add_section()
         table.add_row("the peak is at", self.moment, "")
         return table
@@ -100,10 +101,9 @@ def explain(
     """
     step = _Capturing(loss_fn, model, batch, microbatch=1, optimizer=optimizer, batch_dims=batch_dims)
     tensors = [leaf for _, leaf in leaves(batch)]
-    device = next((p.device for p in named_tensors(model, "parameters").values()), torch.device("cpu"))
-    owned = owned_bytes(
-        device, named_tensors(model, "parameters").values(), named_tensors(model, "buffers").values(), tensors, optimizer
-    )
+    parameters, buffers = (named_tensors(model, which).values() for which in ("parameters", "buffers"))
+    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+    owned = owned_bytes(device, parameters, buffers, tensors, optimizer)
     program, stages = step.captured.program, step.captured.stages
     schedule = make_schedule(program, stages, Keep(choose_keep(program, 0.0)), program.batch)
     largest = max((value.nbytes(None, program.batch) for value in program.values), default=0)
@@ -163,4 +163,3 @@ def _at_peak(program: Program, schedule: Schedule, owned: Owned, cost: Coster, e
 def _readers(program: Program) -> dict[int, bool]:
     """Values of the forward that the backward reads."""
     return {value: True for task in program.tasks if task.origin.backward for value in task.inputs}
-

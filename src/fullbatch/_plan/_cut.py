@@ -2,8 +2,8 @@
 
 Cut any schedule where the loss is known. Each forward value that the backward reads is held there or computed again
 later; what is computed again needs its own inputs held or computed again. Any order and any number of recomputes
-satisfies this, so the cheapest solution is a lower bound on the recomputation of every schedule, and its held values are
-the ones to keep. A mixed-integer program of one binary a value and a task; HiGHS solves it.
+satisfies this, so the cheapest solution is a lower bound on the recomputation of every schedule, and its held values
+are the ones to keep. A mixed-integer program of one binary a value and a task; HiGHS solves it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SECONDS = 3.0  # for one solve; what is found by then is used, and the bound st
 
 @dataclass(frozen=True)
 class Cut:
-    """`held`: values to keep. `cost` of recomputing the rest and `bound`, the least any schedule needs, in bytes moved."""
+    """`held`: values to keep; `cost` of recomputing the rest; `bound`, the least any schedule needs. In bytes moved."""
 
     held: frozenset[int]
     cost: float
@@ -68,7 +68,7 @@ class CutProblem:
         return row
 
     def solve(self, limit: float) -> Cut | None:
-        """The cheapest recomputation with at most `limit` bytes (of the whole batch) held; None where nothing was found."""
+        """The cheapest recomputation with at most `limit` bytes (of the whole batch) held, if one is found."""
         count = len(self._costs) + len(self._values)
         if not count:
             return Cut(frozenset(), 0.0, 0.0)

@@ -1,10 +1,10 @@
 """Chooses the microbatch and what is held, so that the peak fits and the time is least.
 
 First without recomputation: the largest microbatch at which everything may be held. Where none fits, the cut program
-(`_cut`) says what to hold for a limit on held bytes, and the limit is lowered until the simulated peak fits. Where what is
-held over near barriers stands in the way, the values that are cheapest to make again for their bytes are dropped at the
-peak (`_relieve`), one peak after another. Estimates choose; the exact costs of the chosen schedule's operators decide, and
-where these are larger the search is repeated with that much less room.
+(`_cut`) says what to hold for a limit on held bytes, and the limit is lowered until the simulated peak fits. Where what
+is held over near barriers stands in the way, the values that are cheapest to make again for their bytes are dropped at
+the peak (`_relieve`), one peak after another. Estimates choose; the exact costs of the chosen schedule's operators
+decide, and where these are larger the search is repeated with that much less room.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _CLOSE = 0.02
 class Choice:
     """A schedule, what it costs, and whether its bytes were measured.
 
-    `overhead` is the time over the schedule that holds all, `bound` the least overhead of any schedule at this room, both
-    as shares of the step's time, and estimates.
+    `overhead` is the time over the schedule that holds all, `bound` the least overhead of any schedule at this room,
+    both as shares of the step's time, and estimates.
     """
 
     schedule: Schedule
@@ -246,7 +246,8 @@ class Planner:
         size = microbatch or 1
         if self._problem.across:
             everything = frozenset(range(len(self._program.values)))
-            ways = [Keep(cut.held, dropped) for cut in self._few() for dropped in (frozenset[int](), everything - cut.held)]
+            ways = [Keep(cut.held) for cut in self._few()]
+            ways += [Keep(cut.held, everything - cut.held) for cut in self._few()]
         else:
             ways = [Keep(frozenset(), within=cut.held) for cut in self._few()]
         candidates = sorted((self._candidate(keep, size) for keep in ways), key=lambda c: c.simulated.peak)
@@ -271,15 +272,17 @@ class Planner:
         smallest = owned + best.simulated.peak
         action = best.simulated.at
         by_id = self._program.by_id
-        at = f"; its peak is at {by_id[action.subject].origin}" if action is not None and action.subject in by_id else ""
+        known = action is not None and action.subject in by_id
+        at = f"; its peak is at {by_id[action.subject].origin}" if action is not None and known else ""
         return BudgetError(
             Fault(
                 "No plan fits the memory budget.",
                 got=f"{budget:,} bytes ({format_bytes(budget)})",
                 expected=(
-                    f"at least {smallest:,} bytes ({format_bytes(smallest)}), of which {format_bytes(owned)} are parameters, "
-                    f"buffers, gradients, optimizer state and the batch, and {format_bytes(best.simulated.peak)} are "
-                    f"allocated while the step runs in microbatches of {best.size}{at}"
+                    f"at least {smallest:,} bytes ({format_bytes(smallest)}), of which {format_bytes(owned)} are "
+                    f"parameters, buffers, gradients, optimizer state and the batch, and "
+                    f"{format_bytes(best.simulated.peak)} are allocated while the step runs in microbatches of "
+                    f"{best.size}{at}"
                 ),
                 next=f"memory={smallest}",
             ),

@@ -81,9 +81,7 @@ class Schedule:
     def with_offload(self, value: int, microbatch: int, program: Program) -> Schedule:
         """The same schedule with one value off the device between its two uses that are furthest apart."""
         uses = [
-            position
-            for position, action in enumerate(self.actions)
-            if _touches(action, value, microbatch, program)
+            position for position, action in enumerate(self.actions) if _touches(action, value, microbatch, program)
         ]
         gaps = [(after - before, before, after) for before, after in zip(uses, uses[1:], strict=False)]
         if not gaps:

@@ -38,8 +38,8 @@ def find_stages(program: Program) -> Stages:
     deadline = _deadlines(program, count)
     first_run, placed = _place(program, earliest, deadline)
     targets: list[list[int]] = [[] for _ in range(count)]
-    for task, stage in placed.items():
-        targets[stage].append(task)
+    for ident, stage in placed.items():
+        targets[stage].append(ident)
     once: list[list[int]] = [[] for _ in range(count + 1)]
     available = dict.fromkeys(program.inputs.values(), 0)
     for task in program.tasks:

@@ -94,4 +94,3 @@ def _conform(parameter: torch.Tensor, gradient: torch.Tensor, taken: set[int]) -
 def _same_strides(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     pairs = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
     return all(size == 1 or a == b for size, a, b in pairs)
-

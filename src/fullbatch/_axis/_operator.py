@@ -1,0 +1,98 @@
+"""What an operator of the captured graph is, apart from where its tensors are placed."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fullbatch import _torch
+from fullbatch._axis._kernels import KERNELS
+from fullbatch._axis._node import NodeView, Operand, Strategy
+from fullbatch._ir import Ref
+
+_VIEWS = {
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice",
+    "select", "split", "split_with_sizes", "unbind", "chunk", "diagonal", "view_as_real", "view_as_complex", "unfold",
+    "_reshape_alias", "as_strided", "real", "imag", "_conj", "_neg_view", "numpy_T", "swapaxes",
+}  # fmt: skip
+
+
+def metas(node: fx.Node) -> list[Any]:
+    out = node.meta["val"]
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+def used_outputs(node: fx.Node, count: int) -> set[int]:
+    if not isinstance(node.meta["val"], (list, tuple)):
+        return {0}
+    return {int(str(user.args[1])) for user in node.users if user.target is operator.getitem and user.users}
+
+
+def complete(node: fx.Node, strategy: Strategy) -> bool:
+    """Whether the rule says what every output is that anyone reads and that holds anything."""
+    forms = metas(node)
+    used = used_outputs(node, len(forms))
+    return all(
+        placed is not None or position not in used or not isinstance(meta, torch.Tensor) or not meta.numel()
+        for position, (meta, placed) in enumerate(zip(forms, strategy.out, strict=True))
+    )
+
+
+def kernel(node: fx.Node) -> Any:
+    return KERNELS.get(node.target, node.target)
+
+
+def template(node: fx.Node, view: NodeView, patch: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, Operand):
+            return Ref(arg.index)
+        if isinstance(arg, (list, tuple)):
+            return [convert(item) for item in arg]
+        return arg
+
+    merged = {**view.args, **patch}
+    positional, keyword = [], {}
+    for argument in node.target._schema.arguments:  # type: ignore[union-attr]
+        if argument.name not in merged:
+            if not argument.kwarg_only and any(a.name in merged for a in _after(node, argument.name)):
+                positional.append(argument.default_value)
+            continue
+        value = convert(merged[argument.name])
+        if argument.kwarg_only:
+            keyword[argument.name] = value
+        else:
+            positional.append(value)
+    return positional, keyword
+
+
+def _after(node: fx.Node, name: str) -> list[Any]:
+    arguments = [argument for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
+    position = [argument.name for argument in arguments].index(name)
+    return arguments[position + 1 :]
+
+
+def fields(node: fx.Node) -> dict[str, Any]:
+    target = node.target
+    given = (node.args, node.kwargs)
+    args, kwargs = _torch.tree_map(lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, given)
+    packet = str(target).split(".")[1]
+    return {
+        "single": not isinstance(node.meta["val"], (list, tuple)),
+        "random": torch.Tag.nondeterministic_seeded in target.tags and draws(node),  # type: ignore[union-attr]
+        "view": packet in _VIEWS,
+        "flops": _torch.flops_of(target, args, kwargs, node.meta["val"]),
+    }
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a random operator draws with these arguments: attention without dropout does not."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if "dropout_p" in names:
+        return bool(given.get("dropout_p", 0.0))
+    if "native_dropout" in str(node.target):
+        return bool(given.get("p")) and given.get("train") is not False
+    return True
