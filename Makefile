@@ -16,8 +16,8 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests demo benchmarks
-	$(BIN)/ruff format --check src tests demo benchmarks
+	$(BIN)/ruff check src tests demo
+	$(BIN)/ruff format --check src tests demo
 	$(BIN)/mypy
 
 # constraints.txt pins what the tests were seen to pass with; a user's own install is not bound by it.

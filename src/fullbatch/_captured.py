@@ -19,6 +19,7 @@ from fullbatch._cost._costs import Coster
 from fullbatch._cost._probe import Prober
 from fullbatch._errors import Fault, ModelError
 from fullbatch._ir import Layout, Program
+from fullbatch._memory._free import held_by_others
 from fullbatch._memory._owned import Owned
 from fullbatch._plan._plan import Plan
 from fullbatch._plan._planner import Choice, Planner
@@ -47,6 +48,7 @@ class Captured:
         self._measures = measure
         self._planned: dict[Request, tuple[Plan, Executor]] = {}
         self._ready = False
+        self.free_budget: int | None = None  # the budget where the user named none
 
     def prepare(self, inputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], shape: BatchShape) -> None:
         """Traces forward and backward and derives the program, once."""
@@ -64,6 +66,7 @@ class Captured:
         self.program: Program = build(self.joint, layouts, shape.size, self._reslice_above)
         self.stages: Stages = find_stages(self.program)
         used = set(self.program.inputs)
+        self._device = inputs[0].device if inputs else torch.device("cpu")
         prober = Prober(self.program, {at: tensor for at, tensor in enumerate(inputs) if at in used})
         self._prober = prober
         self._planner = Planner(self.program, self.stages, self._measure)
@@ -127,7 +130,7 @@ class Captured:
             barriers=self.stages.barriers,
             full_batch_nodes=tuple(self.program.full_batch),
             replicated=self._replicated,
-            notes=tuple(note for note in (request.note, *self._prober.notes) if note),
+            notes=tuple(note for note in (request.note, *self._prober.notes, held_by_others(self._device)) if note),
             schedule=choice.schedule,
         )
 

@@ -222,10 +222,10 @@ class Step:
             named_tensors(self._model, "buffers").values(), call.leaves, self._optimizer,
         ).total  # fmt: skip
         budget, note = self._memory, ""
-        known = getattr(captured, "_free_budget", None)
         if budget is None and self._microbatch is None:
-            budget = known or free_bytes(self._device) + owned
-            captured._free_budget = budget  # type: ignore[attr-defined]
+            if captured.free_budget is None:  # found once a capture: what is free moves with every step
+                captured.free_budget = free_bytes(self._device) + owned
+            budget = captured.free_budget
             note = f"budget: what is free now plus what the step owns, less a reserve of {RESERVE:.0%}"
         microbatch = self._microbatch
         if microbatch is not None:

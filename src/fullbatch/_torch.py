@@ -243,11 +243,16 @@ def loss_decompositions() -> dict[Any, Any]:
     )  # fmt: skip
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identifies the storage behind a tensor; an address would not do, since all storages of `meta` have none."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def drop_hooks(parameter: torch.Tensor) -> None:
     """Removes every gradient hook of a copied parameter: the user's hooks must not see a trial run."""
     parameter._backward_hooks = None  # type: ignore[assignment]
     if hasattr(parameter, "_post_accumulate_grad_hooks"):
-        parameter._post_accumulate_grad_hooks = None
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 def flops_of(target: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

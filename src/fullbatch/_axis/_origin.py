@@ -48,7 +48,9 @@ def _module(node: fx.Node) -> str:
 def _source(node: fx.Node) -> str:
     """The innermost line that is not inside torch itself."""
     lines = _LINE.findall(node.meta.get("stack_trace") or "")
-    own = [line for line in lines if "/torch/" not in line[0].replace("\\", "/") and line[2] != "whole_step"]
+    own = [
+        line for line in lines if "/torch/" not in line[0].replace("\\", "/") and not line[2].startswith("whole_step")
+    ]
     if not own:
         return ""
     file, line, _ = own[-1]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from fullbatch._size import format_bytes
+
 RESERVE = 0.10
 """Share of what is free that is left alone: Python objects, other processes, the allocator's own rounding."""
 
@@ -18,6 +20,15 @@ def free_bytes(device: torch.device) -> int:
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((free + reusable) * (1 - RESERVE))
     return int(_host_free() * (1 - RESERVE))
+
+
+def held_by_others(device: torch.device) -> str:
+    """On CUDA, what is not free and not this process's tensors: a note for the plan; empty on the CPU."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    other = total - free - torch.cuda.memory_reserved(device)
+    return f"{format_bytes(other)} of {device} are held outside of this process's tensors, and are not counted"
 
 
 def _host_free() -> int:

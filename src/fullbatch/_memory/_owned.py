@@ -55,11 +55,11 @@ def _new_bytes(tensor: torch.Tensor, device: torch.device, seen: set[int]) -> in
         return 0
     if _torch.is_fake(tensor):
         return tensor.numel() * tensor.element_size()
-    storage = tensor.untyped_storage()
-    if storage.data_ptr() in seen and storage.nbytes():
+    key = _torch.storage_key(tensor)
+    if key in seen:
         return 0
-    seen.add(storage.data_ptr())
-    return int(storage.nbytes())
+    seen.add(key)
+    return int(tensor.untyped_storage().nbytes())
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
