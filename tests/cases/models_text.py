@@ -105,8 +105,8 @@ def gpt2_own_loss() -> Built:
     return own_loss, model, text()
 
 
-# Left alone, GPT2LMHeadModel has no loss type and warns through a logger, which Dynamo refuses to trace.
-@case("float32", "dynamo-no")
+# Left alone, GPT2LMHeadModel has no loss type and warns through a logger, which Dynamo alone refuses to trace.
+@case("float32")
 def gpt2_own_loss_warning() -> Built:
     return own_loss, gpt2(use_cache=False), text()
 

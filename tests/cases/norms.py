@@ -60,9 +60,9 @@ def bn_residual_blocks() -> Built:
     return classify, model, images()
 
 
-# The cumulative average reads the counter as a Python number, 1.0 / float(self.num_batches_tracked): Dynamo cannot
-# guard on it, with or without capture_scalar_outputs.
-@case("dynamo-no")
+# The cumulative average reads the counter as a Python number, 1.0 / float(self.num_batches_tracked), which Dynamo alone
+# cannot guard.
+@case()
 def bn_momentum_none() -> Built:
     return classify, bn_net(momentum=None), images()
 

@@ -1,6 +1,6 @@
 """A batch on another device than the model is moved a microbatch at a time.
 
-Without an accelerator the other device is torch's `meta`, which has shapes and no values: enough to see what moves when.
+Without an accelerator the other device is torch's `meta`, which has shapes and no values: enough to see what moves.
 """
 
 from __future__ import annotations
