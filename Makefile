@@ -9,15 +9,16 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python demo/segmentation.py
 
+# Two test processes on two cores: one thread each, or their thread pools would wait for each other.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests demo
-	$(BIN)/ruff format --check src tests demo
+	$(BIN)/ruff check src tests demo benchmarks
+	$(BIN)/ruff format --check src tests demo benchmarks
 	$(BIN)/mypy
 
 # constraints.txt pins what the tests were seen to pass with; a user's own install is not bound by it.

@@ -7,7 +7,7 @@ tensors at a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,29 @@ class Request:
     note: str = ""
 
 
+_PLANS = 16
+"""Plans that one captured graph remembers."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan and the room that it was made for: bytes above what the step owns."""
+
+    room: int | None
+    microbatch: int | None
+    choice: Choice
+    executor: Executor
+    plan: Plan
+
+    def serves(self, room: int | None, microbatch: int | None) -> bool:
+        """Whether the plan is as good for this much room: it fits, and was made for nearly as much."""
+        if microbatch != self.microbatch or (room is None) != (self.room is None):
+            return False
+        if room is None or self.room is None:
+            return True
+        return self.choice.simulated.peak <= room and abs(room - self.room) <= 0.02 * max(room, self.room)
+
+
 class Captured:
     """The graph of one call signature. `run` executes it; `plan` says how."""
 
@@ -46,7 +69,7 @@ class Captured:
         self._graph = graph
         self._reslice_above = reslice_above
         self._measures = measure
-        self._planned: dict[Request, tuple[Plan, Executor]] = {}
+        self._planned: list[_Planned] = []  # the newest last
         self._ready = False
         self.free_budget: int | None = None  # the budget where the user named none
 
@@ -101,13 +124,29 @@ class Captured:
         return any(task.random for task in self.program.tasks)
 
     def plan(self, request: Request) -> tuple[Plan, Executor]:
-        """The plan for `request`, made once. Raises BudgetError."""
-        if request not in self._planned:
-            owned = request.owned + (RANDOM_BYTES if self.random else 0)
-            room = None if request.budget is None else request.budget - owned
-            choice = self._planner.choose(room, request.microbatch, owned)
-            self._planned[request] = (self._describe(choice, request), Executor(self.program, choice.schedule))
-        return self._planned[request]
+        """The plan for `request`. Raises BudgetError.
+
+        What a step owns may change a little at every call (a tensor of another size that nothing reads), so a plan that
+        was made for nearly as much room, and fits, serves again.
+        """
+        draws = RANDOM_BYTES if self.random else 0
+        room = None if request.budget is None else request.budget - request.owned - draws
+        for planned in self._planned:
+            if planned.serves(room, request.microbatch):
+                break
+        else:
+            choice = self._planner.choose(room, request.microbatch, request.owned + draws)
+            executor = Executor(self.program, choice.schedule)
+            planned = _Planned(room, request.microbatch, choice, executor, self._describe(choice, request))
+        self._planned = [*(other for other in self._planned if other is not planned), planned][-_PLANS:]
+        plan = planned.plan
+        if plan.owned != request.owned or plan.budget != request.budget:
+            more = request.owned - plan.owned
+            plan = replace(
+                plan, budget=request.budget, owned=request.owned, predicted_peak=plan.predicted_peak + more,
+                plain_peak=plan.plain_peak + more,
+            )  # fmt: skip
+        return plan, planned.executor
 
     def _describe(self, choice: Choice, request: Request) -> Plan:
         draws = RANDOM_BYTES if self.random else 0

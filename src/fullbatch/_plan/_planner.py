@@ -28,6 +28,9 @@ _LIMITS = (0.9, 0.7, 0.55, 0.45, 0.37, 0.3, 0.24, 0.19, 0.15, 0.11, 0.08, 0.05, 
 # Shares at which holding is relieved at the peaks.
 _RELIEVED = (0.3, 0.19, 0.11, 0.05)
 
+# Prices of a byte held from forward to backward within a stage, in bytes moved to make it again.
+_WITHIN = (3.0, 10.0, 30.0, 60.0, 120.0, 250.0, 500.0, 1000.0, 4000.0)
+
 # Numbers of microbatches worth trying where each must hold something for all; a small one makes what is at work small.
 _COUNTS = (4, 8, 16, 2, 32)
 
@@ -80,23 +83,26 @@ class Planner:
         self._prices: dict[float, frozenset[int]] = {}
         self._step = max(sum(own_cost(task, program) for task in program.tasks), 1.0)
         self._plain: int | None = None
+        self._extra: dict[int, int] = {}  # bytes over the estimate, by microbatch size, as they were measured
 
     def choose(self, room: int | None, microbatch: int | None, owned: int) -> Choice:
         """The fastest schedule found whose peak above `owned` is at most `room` bytes (None: no limit)."""
         if room is None:
             return self._exact(self._hold_all(microbatch or self._program.batch), None)
-        aim, smallest = room, None
-        for _ in range(6):
-            best, least = self._search(aim, microbatch)
-            choice = self._exact(best or least, room)
+        smallest: Choice | None = None
+        for _ in range(8):
+            best, least = self._search(room, microbatch)
+            chosen = best or least
+            choice = self._exact(chosen, room)
             if choice.simulated.peak <= room:
                 return choice
             if smallest is None or choice.simulated.peak < smallest.simulated.peak:
                 smallest = choice
             if best is None:
                 break
-            # What operators allocate inside themselves is not in the estimate: leave that much free.
-            aim -= max(choice.simulated.peak - room, room // 200)
+            # What operators allocate inside themselves is not in the estimate: now it is known at this size.
+            extra = choice.simulated.peak - chosen.simulated.peak
+            self._extra[chosen.size] = max(extra, self._extra.get(chosen.size, 0) + room // 500)
         assert smallest is not None
         smallest = self._smallest(smallest, microbatch)
         if smallest.simulated.peak <= room:
@@ -117,22 +123,33 @@ class Planner:
         fits: list[_Candidate] = []
         for candidate in self._candidates(room, microbatch):
             tried.append(candidate)
-            if candidate.simulated.peak <= room:
+            if self._peak(candidate) <= room:
                 fits.append(candidate)
                 if self._overhead(candidate.simulated) - self._bound(room) <= _CLOSE:
                     break
         best = min(fits, key=lambda c: c.time, default=None)
-        return best, min(tried, key=lambda c: c.simulated.peak)
+        return best, min(tried, key=self._peak)
+
+    def _peak(self, candidate: _Candidate) -> int:
+        """The estimated peak, with what operators were measured to allocate inside, in proportion to the microbatch."""
+        known = self._extra.get(candidate.size)
+        if known is None:
+            known = max((extra * candidate.size // size for size, extra in self._extra.items()), default=0)
+        return candidate.simulated.peak + known
 
     def _candidates(self, room: int, microbatch: int | None) -> Iterator[_Candidate]:
         batch = self._program.batch
         sizes = [microbatch] if microbatch is not None else microbatch_sizes(batch)
         held = self._largest_that_fits(sizes, room)
         yield held
-        if held.simulated.peak <= room and (not self._problem.across or held.size == sizes[0]):
+        if self._peak(held) <= room and (not self._problem.across or held.size == sizes[0]):
             return
         if not self._problem.across:
             yield from self._limits(sizes[-1], room)
+            # The cut does not care which of equal values it holds; a price spreads them, so that segments are short.
+            for price in _WITHIN:
+                keep = Keep(frozenset(), within=self._held_by_price(price))
+                yield self._candidate(keep, sizes[-1])
             return
         tries = sizes if microbatch is not None else list(dict.fromkeys(-(-batch // count) for count in _COUNTS))
         for size in [*tries, *sizes[-1:]]:
@@ -143,7 +160,7 @@ class Planner:
                 if cut is not None:
                     for candidate in self._relieve(self._candidate(Keep(cut.held), size), room):
                         yield candidate
-                        found = found or candidate.simulated.peak <= room
+                        found = found or self._peak(candidate) <= room
             if found:
                 return
 
@@ -151,7 +168,7 @@ class Planner:
         low, high = 0, len(sizes) - 1
         while low < high:
             middle = (low + high) // 2
-            if self._hold_all(sizes[middle]).simulated.peak <= room:
+            if self._peak(self._hold_all(sizes[middle])) <= room:
                 high = middle
             else:
                 low = middle + 1
@@ -168,7 +185,7 @@ class Planner:
             previous = cut.held
             candidate = self._with(cut, size)
             yield candidate
-            if candidate.simulated.peak <= room:
+            if self._peak(candidate) <= room:
                 between = self._cut(round((above + limit) / 2, 4))
                 if between is not None and between.held != cut.held:
                     yield self._with(between, size)
@@ -179,7 +196,7 @@ class Planner:
         """Drops, at each peak, what is cheapest to make again for the bytes it frees, until the peak fits."""
         lowest, stuck = candidate.simulated.peak, 0
         for _ in range(_PEAKS):
-            excess = candidate.simulated.peak - room
+            excess = self._peak(candidate) - room
             if excess <= 0 or stuck > 3:
                 return
             held = live_at(self._program, candidate.schedule, self._estimate, candidate.simulated.position)
@@ -250,6 +267,7 @@ class Planner:
             ways += [Keep(cut.held, everything - cut.held) for cut in self._few()]
         else:
             ways = [Keep(frozenset(), within=cut.held) for cut in self._few()]
+            ways += [Keep(frozenset(), within=self._held_by_price(price)) for price in _WITHIN]
         candidates = sorted((self._candidate(keep, size) for keep in ways), key=lambda c: c.simulated.peak)
         choices = [found, *(self._exact(candidate, None) for candidate in candidates[:4])]
         return min(choices, key=lambda choice: choice.simulated.peak)

@@ -1,0 +1,150 @@
+"""Plans: they fit, they are the fastest found, they are remembered, and no budget changes a bit of the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fullbatch
+from cases import all_cases
+from cases.reference import grads_of, modules
+from fullbatch._plan._cut import CutProblem
+from fullbatch._plan._planner import microbatch_sizes
+from fullbatch._plan._schedule import Do, microbatches
+
+
+def _built(name: str) -> Any:
+    return next(case for case in all_cases("models") if case.name == name).build()
+
+
+class _Watched(fullbatch.Step):
+    def _run(self, captured: Any, inputs: Any) -> Any:
+        self.captured = captured
+        return super()._run(captured, inputs)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "unet_bilinear", "yolo"])
+def test_at_one_microbatch_every_budget_gives_bitwise_the_same_gradients(name: str) -> None:
+    loss_fn, model, batch = _built(name)
+    free = fullbatch.Step(loss_fn, model, batch, microbatch=2)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    results = []
+    for share in (1.0, 0.85, 0.7):
+        model.load_state_dict(state)
+        for module in modules(model).values():
+            module.zero_grad()
+        budget = free.plan.owned + int(share * free.plan.activations)
+        try:
+            step = fullbatch.Step(loss_fn, model, batch, memory=budget, microbatch=2)
+        except fullbatch.BudgetError:
+            continue
+        loss = step(batch)
+        results.append((share, loss[0] if isinstance(loss, tuple) else loss, grads_of(model), dict(model.state_dict())))
+        results[-1][3].update({key: value.clone() for key, value in model.state_dict().items()})
+    assert len(results) >= 2
+    _, loss, grads, buffers = results[0]
+    for share, other, other_grads, other_buffers in results[1:]:
+        assert torch.equal(loss, other), share
+        assert all(torch.equal(grads[key], other_grads[key]) for key in grads if grads[key] is not None), share
+        assert all(torch.equal(buffers[key], other_buffers[key]) for key in buffers), share
+
+
+def test_a_single_sample_is_recomputed_within_its_stage() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())], nn.Linear(64, 1))
+    batch = torch.randn(1, 400, 64)
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        return m(b).square().mean()
+
+    free = fullbatch.Step(loss, model, batch, microbatch=1)
+    free(batch)
+    grads = grads_of(model)
+    model.zero_grad()
+    step = fullbatch.Step(loss, model, batch, memory=free.plan.predicted_peak - free.plan.activations // 3)
+    assert step.plan.recomputed > 0
+    step(batch)
+    assert all(torch.equal(grads[name], grad) for name, grad in grads_of(model).items())
+    model.zero_grad()
+    measured = fullbatch.measure(lambda: step(batch)).peak
+    assert measured <= step.plan.activations <= free.plan.activations * 2 // 3 + 1
+
+
+@pytest.mark.parametrize("name", ["resnet50", "unet_bilinear"])
+def test_overhead_is_at_least_the_bound_and_grows_as_the_budget_falls(name: str) -> None:
+    loss_fn, model, batch = _built(name)
+    free = fullbatch.Step(loss_fn, model, batch, microbatch=7)
+    seen = []
+    for share in (1.05, 0.8, 0.6):
+        plan = fullbatch.Step(loss_fn, model, batch, memory=free.plan.owned + int(share * free.plan.activations)).plan
+        assert 0 <= plan.bound <= plan.overhead
+        assert plan.gap == plan.overhead - plan.bound
+        seen.append(plan)
+    assert seen[0].overhead == 0
+    assert seen[0].recomputed == 0
+    assert seen[0].bound <= seen[1].bound <= seen[2].bound
+
+
+def test_the_cut_is_optimal_on_a_chain_that_can_be_counted() -> None:
+    """Six equal layers held across a barrier: with room for half of what is read, the rest is recomputed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())])
+    batch = torch.randn(12, 8)
+    step = _Watched(lambda m, b: m(b).square().mean(), model, batch, microbatch=3)
+    problem = CutProblem(step.captured.program, step.captured.stages)
+    assert problem.across
+    everything = problem.solve(problem.total)
+    nothing = problem.solve(0)
+    half = problem.solve(problem.total / 4)
+    assert everything is not None
+    assert nothing is not None
+    assert half is not None
+    assert everything.cost == 0
+    assert nothing.held == frozenset()
+    assert 0 < half.cost < nothing.cost
+    assert all(cut.bound <= cut.cost + 1e-3 for cut in (everything, half, nothing))
+
+
+def test_microbatches() -> None:
+    assert microbatches(10, 4) == (4, 4, 2)
+    assert microbatches(8, 8) == (8,)
+    assert microbatch_sizes(1) == [1]
+    sizes = microbatch_sizes(64)
+    assert sizes[0] == 64
+    assert sizes[-1] == 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_schedule_frees_what_it_makes() -> None:
+    loss_fn, model, batch = _built("unet_bilinear")
+    step = _Watched(loss_fn, model, batch, microbatch=3)
+    program, schedule = step.captured.program, step.plan.schedule
+    wanted = set(program.outputs)
+    alive: set[tuple[int, int]] = set()
+    for action in schedule.actions:
+        if action.do is Do.RUN:
+            outs = program.by_id[action.subject].outputs
+            alive |= {(out, action.microbatch) for out in outs if out is not None and program.values[out].local}
+        elif action.do is Do.FREE:
+            alive.discard((action.subject, action.microbatch))
+    assert not {slot for slot in alive if slot[0] not in wanted}
+
+
+def test_plans_are_reused_where_the_step_owns_a_little_more() -> None:
+    """A tensor of varying size that nothing reads must not make every call a plan."""
+    model = nn.Linear(64, 64)
+    batch = torch.randn(8, 64), torch.randn(8, 64)
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        return F.mse_loss(m(b[0]), b[1])
+
+    step = _Watched(loss, model, (*batch, torch.zeros(1)), memory="1GiB")
+    for size in range(1, 30):
+        model.zero_grad()
+        step((*batch, torch.zeros(1, size, 4)))
+    assert len(step.captured._planned) == 1
+    assert step.plan.owned == sum(p.numel() * 4 for p in model.parameters()) + 2 * 8 * 64 * 4 + 29 * 16
