@@ -45,11 +45,13 @@ def frontier(name: str, repeats: int, plan_only: bool) -> Table:
     plain()
     model.zero_grad()
     full = fullbatch.measure(plain).peak
+    model.zero_grad()
     table = Table(title=f"{name}: the plain step allocates {full:,} bytes, {torch.get_num_threads()} threads")
     for column in ("budget", "microbatch", "peak / plain", "time / plain", "predicted", "bound", "planned in"):
         table.add_column(column, justify="right")
     owned = fullbatch.Step(loss_fn, model, batch, microbatch=1).plan.owned
     for share in SHARES:
+        model.zero_grad()
         began = time.perf_counter()
         try:
             step = fullbatch.Step(loss_fn, model, batch, memory=owned + int(share * full))

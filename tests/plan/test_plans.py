@@ -74,6 +74,16 @@ def test_a_single_sample_is_recomputed_within_its_stage() -> None:
     assert measured <= step.plan.activations <= free.plan.activations * 2 // 3 + 1
 
 
+def test_a_count_of_labels_is_no_reason_to_hold_across_stages() -> None:
+    """The targets of a loss are read in two stages; the activations of a language model are not."""
+    loss_fn, model, batch = _built("gpt2_no_padding")
+    step = _Watched(loss_fn, model, batch, microbatch=1)
+    assert step.plan.stages == 2
+    assert not CutProblem(step.captured.program, step.captured.stages).across
+    budget = step.plan.owned + int(0.8 * step.plan.activations)
+    assert fullbatch.Step(loss_fn, model, batch, memory=budget).plan.recomputed > 0
+
+
 @pytest.mark.parametrize("name", ["resnet50", "unet_bilinear"])
 def test_overhead_is_at_least_the_bound_and_grows_as_the_budget_falls(name: str) -> None:
     loss_fn, model, batch = _built(name)

@@ -47,9 +47,11 @@ class CutProblem:
         self._costs = np.array([own_cost(task, program) for task in forward])
         self._sizes = np.array([program.values[value].nbytes(None, program.batch) for value in self._values], float)
         rows: list[tuple[dict[int, float], float]] = []
+        read = {v for task in program.tasks if task.origin.backward for v in task.inputs if v in made}
         late = _late_reads(program, stages, made)
-        self.across = bool(late)
-        read = late or {v for task in program.tasks if task.origin.backward for v in task.inputs if v in made}
+        # Labels that were counted before the forward are read across a barrier too: a few bytes decide nothing.
+        self.across = _bytes(late, program) > 0.01 * _bytes(read, program)
+        read = late if self.across else read
         for value in sorted(read):
             rows.append((self._have(value, made, columns), 1.0))
         for task in forward:
@@ -89,6 +91,10 @@ class CutProblem:
         cost = float(self._costs @ chosen[: len(self._costs)])
         least = found.mip_dual_bound if found.mip_dual_bound is not None else 0.0
         return Cut(held, cost, max(0.0, float(least) - 1e-6 * self.total))
+
+
+def _bytes(values: set[int], program: Program) -> int:
+    return sum(program.values[value].nbytes(None, program.batch) for value in values)
 
 
 def _late_reads(program: Program, stages: Stages, made: dict[int, Task]) -> set[int]:
