@@ -20,7 +20,6 @@ from fullbatch._cost._probe import Prober
 from fullbatch._errors import Fault, ModelError
 from fullbatch._ir import Layout, Program
 from fullbatch._memory._free import held_by_others
-from fullbatch._memory._owned import Owned
 from fullbatch._plan._plan import Plan
 from fullbatch._plan._planner import Choice, Planner
 from fullbatch._plan._stages import Stages, find_stages
@@ -190,6 +189,3 @@ class Captured:
         buffers = [(inputs[at], result(node)) for at, node in self.joint.mutated.items()]
         outputs = [result(node) for node in self.joint.outputs]
         return outputs, Pending(gradients, buffers)
-
-
-__all__ = ["Captured", "Owned", "Request"]

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from fullbatch import _torch
 from fullbatch._errors import VerifyError
 from fullbatch._memory._free import free_bytes
+from fullbatch._printed import Printed
 from fullbatch._replay import Draws, Replay
 from fullbatch._tree import BatchShape, leaves, map_tensors, modules, named_tensors
 
@@ -28,7 +28,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 1e-1, to
 
 
 @dataclass(frozen=True)
-class Certificate:
+class Certificate(Printed):
     """How far the planned step is from the plain one. Errors are relative: max|g - g_ref| / max|g_ref|.
 
     The denominator is the largest gradient of the whole model, since a single gradient may truly be zero (a bias before
@@ -63,12 +63,6 @@ class Certificate:
         for note in self.notes:
             table.add_row("note", note)
         return table
-
-    def __str__(self) -> str:
-        console = Console(width=100, no_color=True)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
 
 
 class LastBatch:

@@ -33,7 +33,6 @@ from fullbatch._ir import (
     Layout,
     Origin,
     Program,
-    Reduction,
     Ref,
     Task,
     Value,
@@ -504,6 +503,3 @@ def build(joint: Any, layouts: dict[int, Layout], batch: int, reslice_above: int
 
 def _results(joint: Any) -> list[Any]:
     return [*joint.outputs, *joint.mutated.values(), *joint.gradients.values()]
-
-
-__all__ = ["Builder", "Reduction", "build"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from fullbatch._captured import Captured
@@ -22,13 +21,14 @@ from fullbatch._memory._free import free_bytes
 from fullbatch._memory._owned import Owned, owned_bytes
 from fullbatch._plan._keep import choose_keep
 from fullbatch._plan._schedule import Do, Keep, Schedule, make_schedule
+from fullbatch._printed import Printed
 from fullbatch._size import format_bytes
 from fullbatch._step import Step
 from fullbatch._tree import leaves, named_tensors
 
 
 @dataclass(frozen=True)
-class Ledger:
+class Ledger(Printed):
     """Predicted bytes of the plain step at its peak, by kind and by module.
 
     `gradients` counts those made by the step up to the peak; `owned.gradients` those that were there before.
@@ -71,12 +71,6 @@ class Ledger:
         table.add_section()
         table.add_row("the peak is at", self.moment, "")
         return table
-
-    def __str__(self) -> str:
-        console = Console(width=110, no_color=True)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
 
 
 class _Capturing(Step):

@@ -27,16 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.autograd import profiler
 
 from fullbatch._errors import MeasureError
+from fullbatch._printed import Printed
 from fullbatch._size import format_bytes
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Printed):
     """What a function allocated, in bytes above the level at its start."""
 
     peak: int
@@ -56,12 +56,6 @@ class Measurement:
         table.add_row("events", f"{max(len(self.timeline) - 2, 0):,}", f"{self.timeline[-1][0]:.3f} s")
         table.add_row("result", "", reprlib.repr(self.result).splitlines()[0])
         return table
-
-    def __str__(self) -> str:
-        console = Console(width=80, no_color=True)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
 
 
 def measure(fn: Callable[[], Any], device: torch.device | str | None = None) -> Measurement:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.table import Table
 
 from fullbatch._ir import Barrier, FullBatchNode
 from fullbatch._plan._schedule import Schedule
+from fullbatch._printed import Printed
 from fullbatch._size import format_bytes
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """How a step runs. Bytes count what the step owns: parameters, buffers, gradients, batch, and what it allocates.
 
     `predicted_peak` is predicted from the schedule and from operators measured alone (`exact` is then true), or from
@@ -72,9 +72,3 @@ class Plan:
         for note in self.notes:
             table.add_row("note", note)
         return table
-
-    def __str__(self) -> str:
-        console = Console(width=110, no_color=True)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
