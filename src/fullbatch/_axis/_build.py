@@ -225,6 +225,11 @@ class Builder:
                 f"The step contains {node.target}, which is no tensor operator.", got=str(origin),
                 expected="ATen operators", next="move it out of loss_fn",
             )  # fmt: skip
+        if any(isinstance(item, torch.Tensor) and item.layout != torch.strided for item in metas(node)):
+            raise CaptureError.of(
+                f"{node.target} makes a sparse tensor, which is not supported.", got=str(origin),
+                expected="dense gradients", next="nn.Embedding(..., sparse=False)",
+            )  # fmt: skip
         if node.target is aten.full.default:
             self._fill(node)
             return

@@ -21,7 +21,7 @@ _VIEWS = {
 
 
 def metas(node: fx.Node) -> list[Any]:
-    out = node.meta["val"]
+    out = node.meta.get("val")
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 

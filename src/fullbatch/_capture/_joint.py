@@ -63,6 +63,7 @@ class _Holder(nn.Module):
 def trace_joint(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Joint:
     """The joint graph of `graph` for inputs of this metadata. Raises CaptureError, LossError."""
     loss_node = check_loss(graph)
+    _refuse_mistraced(graph)
     returned = next(node for node in graph.graph.nodes if node.op == "output").args[0]
     loss = list(returned).index(loss_node)
     sources = [_torch.dynamo_source(node) for node in graph.graph.nodes if node.op == "placeholder"]
@@ -81,6 +82,25 @@ def trace_joint(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Joint:
             next="run loss_fn(model, batch).backward() in plain PyTorch; if that works, report the operator named",
         ) from error
     return joint
+
+
+# Operators whose traced form is another than their eager one, in torch itself: by name, and what to write instead.
+_MISTRACED = {
+    "multilabel_margin_loss": "targets padded with -1 are read as classes when traced (seen in torch 2.13)",
+}
+
+
+def _refuse_mistraced(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        for name, why in _MISTRACED.items():
+            if node.op == "call_function" and name in str(getattr(node.target, "__name__", node.target)):
+                lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+                raise CaptureError.of(
+                    f"torch.nn.functional.{name} cannot be captured: {why}.",
+                    got=" ".join(line.strip() for line in lines[-2:]),
+                    expected="an operator that torch traces as it runs it",
+                    next="write the loss with torch.where and a mask of the valid targets",
+                )
 
 
 def _check_inputs(inputs: Sequence[torch.Tensor], sources: Sequence[str]) -> None:
@@ -108,13 +128,22 @@ def _read(module: fx.GraphModule, sources: list[str], loss: int, returned: int) 
     for node in module.graph.nodes:
         if node.op != "placeholder":
             continue
-        target = getattr(node.meta["desc"], "target", None)
-        if "Token" in type(node.meta["desc"]).__name__:
-            continue
-        if target is None:
-            _constant_one(module.graph, node)
-        else:
-            placeholders[node] = int(str(target).removeprefix("input"))
+        desc = node.meta["desc"]
+        kind = type(desc).__name__
+        if kind == "TangentAOTInput":
+            # Of the loss the gradient is one; of a tensor that the step changes in place it is nothing.
+            output = desc.output
+            is_loss = type(output).__name__ == "PlainAOTOutput" and output.idx == loss
+            _constant(module.graph, node, 1.0 if is_loss else 0.0)
+        elif hasattr(desc, "target"):
+            placeholders[node] = int(str(desc.target).removeprefix("input"))
+        elif "Token" not in kind:
+            raise CaptureError.of(
+                "The step changes a tensor in place that shares its memory with another.",
+                got=f"an input of the kind {kind}, among {', '.join(sources[:8])}",
+                expected="parameters and buffers with memory of their own, or none of them changed in the step",
+                next="buffer = buffer.clone() before it is registered",
+            )
     without_tokens(module.graph)
     clean(module.graph)
     joint = Joint(module.graph, module, sources, placeholders, loss=loss, outputs=[None] * returned)
@@ -137,13 +166,13 @@ def _uncloned(node: Any) -> Any:
     return node.args[0] if is_clone else node
 
 
-def _constant_one(graph: fx.Graph, tangent: fx.Node) -> None:
-    """The loss's own gradient is one; nothing else enters the backward."""
+def _constant(graph: fx.Graph, tangent: fx.Node, number: float) -> None:
+    """What enters the backward from outside is known: a constant stands for it."""
     value = tangent.meta["val"]
     with graph.inserting_before(tangent):
         one = graph.call_function(
             torch.ops.aten.full.default,
-            (list(value.shape), 1.0),
+            (list(value.shape), number),
             {"dtype": value.dtype, "device": value.device, "pin_memory": False},
         )
     one.meta = {"val": value, "partitioner_tag": "is_backward"}
