@@ -168,7 +168,11 @@ class Captured:
             barriers=self.stages.barriers,
             full_batch_nodes=tuple(self.program.full_batch),
             replicated=self._replicated,
-            notes=tuple(note for note in (request.note, *self._prober.notes, held_by_others(self._device)) if note),
+            notes=tuple(
+                note
+                for note in (request.note, *self.joint.notes, *self._prober.notes, held_by_others(self._device))
+                if note
+            ),
             schedule=choice.schedule,
         )
 

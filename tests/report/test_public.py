@@ -54,3 +54,18 @@ def test_plan_names_what_runs_on_the_whole_batch() -> None:
     step = fullbatch.Step(lambda m, b: m(b).sort(0).values.std(), model, batch, microbatch=2)
     assert any("aten.sort" in str(node) for node in step.plan.full_batch_nodes)
     assert "aten.sort" in str(step.plan)
+
+
+def test_plan_says_where_the_plain_step_updates_statistics_twice() -> None:
+    """Known as pytorch/pytorch#96136: a recompute under checkpoint() moves running statistics again."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    step = fullbatch.Step(
+        lambda m, b: checkpoint(m, b, use_reentrant=False).square().mean(), model, torch.randn(6, 4), microbatch=2
+    )
+    assert any("once a step here" in note for note in step.plan.notes)
+    step(torch.randn(6, 4))
+    assert int(model[1].num_batches_tracked) == 1
+    plain = fullbatch.Step(lambda m, b: m(b).square().mean(), model, torch.randn(6, 4), microbatch=2)
+    assert not any("once a step here" in note for note in plain.plan.notes)

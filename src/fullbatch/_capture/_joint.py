@@ -32,6 +32,7 @@ class Joint:
     outputs: list[fx.Node | Any] = field(default_factory=list)  # in the order the runner must return them
     gradients: dict[int, fx.Node | None] = field(default_factory=dict)  # position of the input -> its gradient
     loss: int = 0  # position of the loss among the outputs
+    notes: tuple[str, ...] = ()  # where the plain step is known to do otherwise
     values: dict[fx.Node, int] = field(default_factory=dict)  # value of the program that stands for a result
 
 
@@ -73,6 +74,7 @@ def trace_joint(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Joint:
     try:
         with _torch.joint_graph(holder, mode, _torch.loss_decompositions()) as module:
             joint = _read(module, sources, loss, len(returned))
+            joint.notes = _checkpointed_statistics(graph)
     except (CaptureError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -101,6 +103,20 @@ def _refuse_mistraced(graph: fx.GraphModule) -> None:
                     expected="an operator that torch traces as it runs it",
                     next="write the loss with torch.where and a mask of the valid targets",
                 )
+
+
+def _checkpointed_statistics(graph: fx.GraphModule) -> tuple[str, ...]:
+    """A note where a checkpoint() of the user's holds a batch normalisation: the plain step updates it twice."""
+    for node in graph.graph.nodes:
+        if "tag_activation_checkpoint" not in str(node.target) or not isinstance(node.args[0], fx.Node):
+            continue
+        inner = getattr(graph, str(node.args[0].target))
+        if any("batch_norm" in str(getattr(item.target, "__name__", "")) for item in inner.graph.nodes):
+            return (
+                "a checkpoint() holds a batch normalisation: its running statistics are updated once a step here, "
+                "twice in plain PyTorch, whose recompute counts",
+            )
+    return ()
 
 
 def _check_inputs(inputs: Sequence[torch.Tensor], sources: Sequence[str]) -> None:
