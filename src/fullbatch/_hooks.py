@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
+from fullbatch import _torch
 from fullbatch._errors import Fault, ModelError
 from fullbatch._tree import modules
 
@@ -15,24 +14,20 @@ def refuse_hooks(model: Any) -> None:
     faults = []
     for prefix, root in modules(model).items():
         for name, module in root.named_modules():
-            hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+            hooks = _torch.backward_hooks(module)
             if hooks:
                 faults.append(_fault(f"{prefix}.{name}".strip(".") or type(module).__name__, hooks))
-    for table in ("_global_backward_hooks", "_global_backward_pre_hooks"):
-        hooks = list(getattr(nn.modules.module, table, {}).values())
-        if hooks:
-            faults.append(_fault("every module (a global hook)", hooks))
-    for table in ("_global_forward_hooks", "_global_forward_pre_hooks"):
-        hooks = list(getattr(nn.modules.module, table, {}).values())
-        if hooks:
-            faults.append(
-                Fault(
-                    "A forward hook on every module (a global hook) cannot be captured.",
-                    got=_names(hooks),
-                    expected="forward hooks on the modules that need them",
-                    next="module.register_forward_hook(...), and remove the global one with its handle",
-                )
+    if everywhere := _torch.global_hooks("backward"):
+        faults.append(_fault("every module (a global hook)", everywhere))
+    if everywhere := _torch.global_hooks("forward"):
+        faults.append(
+            Fault(
+                "A forward hook on every module (a global hook) cannot be captured.",
+                got=_names(everywhere),
+                expected="forward hooks on the modules that need them",
+                next="module.register_forward_hook(...), and remove the global one with its handle",
             )
+        )
     if faults:
         raise ModelError(*faults)
 

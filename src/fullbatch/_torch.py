@@ -248,6 +248,39 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+# An operator of a captured graph, with one overload chosen.
+OpOverload = torch._ops.OpOverload
+
+# The common base of every batch normalisation.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows the tensor as a view of another."""
+    return tensor._base is not None
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
+    """What register_hook added to a parameter, in order."""
+    return list((getattr(parameter, "_backward_hooks", None) or {}).values())
+
+
+def accumulated_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
+    """What register_post_accumulate_grad_hook added to a parameter, in order."""
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def backward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The backward hooks of a module, those that run before its backward among them."""
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+
+
+def global_hooks(kind: str) -> list[Callable[..., Any]]:
+    """Hooks of all modules, of kind "forward" or "backward"."""
+    tables = (f"_global_{kind}_hooks", f"_global_{kind}_pre_hooks")
+    return [hook for table in tables for hook in getattr(torch.nn.modules.module, table, {}).values()]
+
+
 def drop_hooks(parameter: torch.Tensor) -> None:
     """Removes every gradient hook of a copied parameter: the user's hooks must not see a trial run."""
     parameter._backward_hooks = None  # type: ignore[assignment]

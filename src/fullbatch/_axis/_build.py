@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fullbatch import _torch
 from fullbatch._axis import _expand
 from fullbatch._axis._kernels import filled, then_nothing
 from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy, scaled_shape
@@ -220,7 +221,7 @@ class Builder:
             if chosen is not None:
                 self._of[node] = chosen
             return
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, _torch.OpOverload):
             raise CaptureError.of(
                 f"The step contains {node.target}, which is no tensor operator.", got=str(origin),
                 expected="ATen operators", next="move it out of loss_fn",

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from fullbatch import _torch
 from fullbatch._tree import modules
 
 
@@ -40,7 +40,7 @@ def traceable(model: Any) -> Iterator[None]:
         module
         for root in modules(model).values()
         for module in root.modules()
-        if isinstance(module, _BatchNorm) and _counts(module)
+        if isinstance(module, _torch.BatchNorm) and _counts(module)
     ]
     for module in changed:
         module.__dict__["forward"] = MethodType(_cumulative, module)
@@ -52,5 +52,5 @@ def traceable(model: Any) -> Iterator[None]:
 
 
 def _counts(module: nn.Module) -> bool:
-    own = type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward) and "forward" not in vars(module)
+    own = type(module).forward in (_torch.BatchNorm.forward, nn.SyncBatchNorm.forward) and "forward" not in vars(module)
     return own and module.momentum is None and module.training and module.num_batches_tracked is not None

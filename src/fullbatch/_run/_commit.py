@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fullbatch import _torch
 from fullbatch._axis._strides import has_dense_strides
 from fullbatch._errors import ModelError
 from fullbatch._run._executor import covers_storage
@@ -33,8 +34,7 @@ def commit(pending: Pending, inputs: Sequence[torch.Tensor]) -> None:
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     with torch.inference_mode(False), torch.no_grad():
         for at, (parameter, gradient) in enumerate(pending.gradients):
-            hooks: dict[int, Any] = getattr(parameter, "_backward_hooks", None) or {}
-            for hook in list(hooks.values()):
+            for hook in _torch.gradient_hooks(parameter):
                 # A hook may keep or change what it gets: memory of its own, as backward() would give it.
                 gradient = _conform(parameter, gradient, taken) if gradient is pending.gradients[at][1] else gradient
                 answer = hook(gradient)
@@ -49,7 +49,7 @@ def commit(pending: Pending, inputs: Sequence[torch.Tensor]) -> None:
             else:
                 parameter.grad.add_(gradient)
             del gradient
-            for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+            for hook in _torch.accumulated_hooks(parameter):
                 hook(parameter)
 
 
@@ -79,7 +79,7 @@ def _conform(parameter: torch.Tensor, gradient: torch.Tensor, taken: set[int]) -
     address = gradient.untyped_storage().data_ptr()
     if address not in taken and covers_storage(gradient) and _same_strides(parameter, gradient):
         taken.add(address)
-        if gradient._base is None:
+        if not _torch.is_view(gradient):
             return gradient
         # Only a view in name (a transposed transpose): the same memory as a tensor of its own.
         own = gradient.new_empty(0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fullbatch import _torch
 from fullbatch._axis._strides import has_dense_strides
 from fullbatch._ir import Kind, Layout, Program, Reduction, Task
 from fullbatch._plan._schedule import ALL, Action, Do, Schedule
@@ -171,7 +172,7 @@ def _own(part: torch.Tensor) -> torch.Tensor:
 
 def owns_dense_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor covers its storage exactly and is no view of another tensor."""
-    return covers_storage(tensor) and tensor._base is None
+    return covers_storage(tensor) and not _torch.is_view(tensor)
 
 
 def covers_storage(tensor: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fullbatch import _torch
 from fullbatch._axis._node import RULES, NodeView, Operand, Strategy, rule
 from fullbatch._ir import Layout
 
@@ -61,7 +62,7 @@ for _name in _ALSO:
 
 def is_pointwise(target: object) -> bool:
     """Whether torch tags the operator as pointwise."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return isinstance(target, _torch.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 @rule("aten._prelu_kernel")
