@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -31,11 +31,7 @@ from torch.utils.flop_counter import flop_registry
 # Sees every operator that plain PyTorch runs; documented only as an extension point.
 DispatchMode = TorchDispatchMode
 
-tree_flatten = pytree.tree_flatten
-tree_unflatten = pytree.tree_unflatten
 tree_map = pytree.tree_map
-tree_flatten_with_path = pytree.tree_flatten_with_path
-keystr = pytree.keystr
 
 
 def loss_marker() -> Callable[[Any], Any]:
@@ -299,7 +295,8 @@ def flops_of(target: object, args: tuple[Any, ...], kwargs: dict[str, Any], out:
         return 0
 
 
-def kineto_memory_events(profiler: torch.profiler.profile) -> Sequence[Any]:
-    """Raw events of a finished profile; those named "[memory]" are single allocations and frees."""
-    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
-    return [] if results is None else results.events()
+def profiler_running() -> bool:
+    """Whether a profiler is active; torch itself lets a second one end the first in silence."""
+    from torch.autograd import profiler
+
+    return bool(profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())

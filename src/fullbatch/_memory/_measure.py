@@ -30,6 +30,7 @@ import torch
 from rich.table import Table
 from torch.autograd import profiler
 
+from fullbatch import _torch
 from fullbatch._errors import MeasureError
 from fullbatch._printed import Printed
 from fullbatch._size import format_bytes
@@ -115,7 +116,7 @@ def _traced(fn: Callable[[], Any], device: torch.device) -> tuple[list[tuple[flo
 
 def _raw(fn: Callable[[], Any], device: torch.device) -> tuple[list[tuple[float, int]], Any, float, int]:
     # torch itself does not refuse: the inner profiler silently ends the outer one's session.
-    if profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
+    if _torch.profiler_running():
         raise MeasureError.of(
             "A profiler is already running in this process; the memory of a function is measured with the profiler.",
             next="call measure() outside of torch.profiler.profile(...)",
