@@ -181,11 +181,10 @@ class Captured:
     ) -> tuple[list[Any], Pending]:
         """Runs one step; returns the graph's outputs, and the gradients and buffers that are to be written."""
         results = executor.run({at: inputs[at] for at in self.program.inputs}, drawn)
-        found = dict(zip(self.program.outputs, results, strict=True))
-        values = self.joint.values
+        values = dict(zip(self.joint.wanted, results, strict=False))
 
         def result(node: Any) -> Any:
-            return found[values[node]] if isinstance(node, fx.Node) else node
+            return values[node] if isinstance(node, fx.Node) else node
 
         gradients = [
             (inputs[at], result(node)) for at, node in sorted(self.joint.gradients.items()) if node is not None

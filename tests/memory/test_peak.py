@@ -119,8 +119,7 @@ def test_offload_and_fetch_change_no_bit_and_lower_the_peak() -> None:
         key=lambda value: -value.nbytes(None, program.batch),
     )[:6]
     for value in held:
-        for microbatch in range(len(schedule.samples)):
-            schedule = schedule.with_offload(value.id, microbatch, program)
+        schedule = schedule.with_offload(value.id, program)
     after = simulate(program, schedule, lambda task, n: cost(task, 2 if n != program.batch else n))
     moved = Executor(program, schedule).run(given)
     assert after.peak < before.peak

@@ -496,16 +496,10 @@ def build(joint: Any, layouts: dict[int, Layout], batch: int, reslice_above: int
             builder.constant(node, getattr(joint.module, str(node.target)))
         elif node.op == "call_function":
             builder.node(node, origins.of(node))
-    wanted = [node for node in _results(joint) if isinstance(node, fx.Node)]
     builder.origin = Origin("output")
-    outputs = [builder.whole(builder.of(node), "returned for the whole batch") for node in wanted]
+    outputs = [builder.whole(builder.of(node), "returned for the whole batch") for node in joint.wanted]
     outputs += builder.effects
     tasks = prune(builder.tasks, outputs)
     alive = {task.id for task in tasks}
     coupled = [(task, why) for task, why in builder.coupled if task in alive]
-    joint.values = dict(zip(wanted, outputs, strict=False))
     return Program(batch, builder.values, tasks, inputs, outputs, builder.full_batch, coupled)
-
-
-def _results(joint: Any) -> list[Any]:
-    return [*joint.outputs, *joint.mutated.values(), *joint.gradients.values()]

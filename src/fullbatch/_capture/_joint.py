@@ -33,7 +33,12 @@ class Joint:
     gradients: dict[int, fx.Node | None] = field(default_factory=dict)  # position of the input -> its gradient
     loss: int = 0  # position of the loss among the outputs
     notes: tuple[str, ...] = ()  # where the plain step is known to do otherwise
-    values: dict[fx.Node, int] = field(default_factory=dict)  # value of the program that stands for a result
+
+    @property
+    def wanted(self) -> list[fx.Node]:
+        """What the step must return or write, in order; what is no tensor of the graph is left out."""
+        found = [*self.outputs, *self.mutated.values(), *self.gradients.values()]
+        return [item for item in found if isinstance(item, fx.Node)]
 
 
 class _Holder(nn.Module):

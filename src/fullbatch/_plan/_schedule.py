@@ -2,14 +2,15 @@
 
 Whoever runs it walks it once; whoever wants its peak or its time walks it once too. A value is *kept* where no free
 stands between its first run and its last use, *recomputed* where it is run again, *offloaded* where it leaves
-the device and is fetched.
+the device and is fetched. Every microbatch does the same in a stage, so that a stage is written once for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 from fullbatch._ir import Kind, Program, Task
@@ -28,6 +29,7 @@ class Do(Enum):
 
 
 ALL = -1  # the microbatch of what runs once a step
+EACH = -2  # in a stage's body: whichever microbatch runs it
 
 
 class Action(NamedTuple):
@@ -39,15 +41,44 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Actions in order, and the number of samples of each microbatch."""
+class Phase:
+    """One stage: `once` before it, then `body` for each microbatch but the last, which runs `last`.
 
-    actions: tuple[Action, ...]
+    `last` is the body with the frees of what no microbatch reads after it.
+    """
+
+    once: tuple[Action, ...]
+    body: tuple[Action, ...] = ()
+    last: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The stages in order, and the number of samples of each microbatch."""
+
+    phases: tuple[Phase, ...]
     samples: tuple[int, ...]
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """All actions in order, of every microbatch."""
+        return tuple(self.walk())
+
+    def walk(self) -> Iterator[Action]:
+        """The same, one by one."""
+        final = len(self.samples) - 1
+        for phase in self.phases:
+            yield from phase.once
+            for microbatch in range(len(self.samples)):
+                for action in phase.last if microbatch == final else phase.body:
+                    yield Action(action.do, action.subject, microbatch) if action.microbatch == EACH else action
 
     def count(self, do: Do) -> int:
         """How many actions of this sort."""
-        return sum(1 for action in self.actions if action.do is do)
+        many = len(self.samples) - 1
+        return sum(
+            _count(phase.once, do) + many * _count(phase.body, do) + _count(phase.last, do) for phase in self.phases
+        )
 
     def count_runs(self) -> int:
         """How many times a task runs."""
@@ -57,47 +88,77 @@ class Schedule:
         """How many runs of an operator repeat an earlier one; cutting a slice again is not one."""
         by_id = program.by_id
         runs = [
-            (action.subject, action.microbatch)
-            for action in self.actions
+            action.subject
+            for phase in self.phases
+            for action in phase.last
             if action.do is Do.RUN and by_id[action.subject].kind is not Kind.SLICE and not by_id[action.subject].view
         ]
-        return len(runs) - len(set(runs))
+        return (len(runs) - len(set(runs))) * len(self.samples)
 
     def held(self, program: Program) -> int:
-        """Values of the first microbatch that live while another microbatch runs."""
-        held: set[int] = set()
+        """Values of one microbatch that live while another runs."""
+        if len(self.samples) == 1:
+            return 0
         live: set[int] = set()
+        held: set[int] = set()
         local = [value.local for value in program.values]
-        for action in self.actions:
-            if action.do is Do.FREE and action.microbatch == 0:
-                live.discard(action.subject)
-            elif action.do is Do.RUN and action.microbatch == 0:
-                task = program.by_id[action.subject]
-                live.update(out for out in task.outputs if out is not None and local[out])
-            elif action.microbatch == 1:
-                held |= live
+        for phase in self.phases:
+            for action in phase.last:
+                if action.do is Do.FREE:
+                    live.discard(action.subject)
+                elif action.do is Do.RUN:
+                    live.update(out for out in program.by_id[action.subject].outputs if out is not None and local[out])
+            held |= live
         return len(held)
 
-    def with_offload(self, value: int, microbatch: int, program: Program) -> Schedule:
-        """The same schedule with one value off the device between its two uses that are furthest apart."""
+    def with_offload(self, value: int, program: Program) -> Schedule:
+        """The same schedule with a value of each microbatch off the device between its two uses furthest apart."""
         uses = [
-            position for position, action in enumerate(self.actions) if _touches(action, value, microbatch, program)
+            (stage, position)
+            for stage, phase in enumerate(self.phases)
+            for position, action in enumerate(phase.last)
+            if _touches(action, value, program)
         ]
-        gaps = [(after - before, before, after) for before, after in zip(uses, uses[1:], strict=False)]
-        if not gaps:
+        spans = [_distance(self.phases, before, after) for before, after in zip(uses, uses[1:], strict=False)]
+        if not spans:
             return self
-        _, before, after = max(gaps)
-        actions = list(self.actions)
-        actions.insert(after, Action(Do.FETCH, value, microbatch))
-        actions.insert(before + 1, Action(Do.OFFLOAD, value, microbatch))
-        return Schedule(tuple(actions), self.samples)
+        widest = spans.index(max(spans))
+        phases = list(self.phases)
+        for (stage, position), do, behind in ((uses[widest + 1], Do.FETCH, 0), (uses[widest], Do.OFFLOAD, 1)):
+            phases[stage] = _inserted(phases[stage], position, Action(do, value, EACH), behind)
+        return Schedule(tuple(phases), self.samples)
 
 
-def _touches(action: Action, value: int, microbatch: int, program: Program) -> bool:
+def _count(actions: Sequence[Action], do: Do) -> int:
+    return sum(1 for action in actions if action.do is do)
+
+
+def _touches(action: Action, value: int, program: Program) -> bool:
     if action.do not in (Do.RUN, Do.GATHER, Do.REDUCE):
         return False
     task = program.by_id[action.subject]
-    return action.microbatch in (microbatch, ALL) and (value in task.inputs or value in task.outputs)
+    return value in task.inputs or value in task.outputs
+
+
+def _distance(phases: Sequence[Phase], before: tuple[int, int], after: tuple[int, int]) -> int:
+    """Actions of one microbatch between two places."""
+    if before[0] == after[0]:
+        return after[1] - before[1]
+    between = sum(len(phase.last) for phase in phases[before[0] + 1 : after[0]])
+    return len(phases[before[0]].last) - before[1] + between + after[1]
+
+
+def _inserted(phase: Phase, position: int, action: Action, behind: int) -> Phase:
+    """`phase` with one more action before or behind the action at `position` of its last microbatch."""
+    at = phase.last[position]
+    count = phase.last[: position + 1].count(at)
+    body = list(phase.body)
+    if body:
+        where = [index for index, item in enumerate(body) if item == at][count - 1]
+        body.insert(where + behind, action)
+    last = list(phase.last)
+    last.insert(position + behind, action)
+    return Phase(phase.once, tuple(body), tuple(last))
 
 
 def microbatches(batch: int, size: int) -> tuple[int, ...]:
@@ -161,18 +222,25 @@ def last_forward_reads(program: Program, stages: Stages) -> dict[int, int]:
 
 def make_schedule(program: Program, stages: Stages, keep: Keep, size: int) -> Schedule:
     """All stages in order, each for all microbatches, recomputing what is not in `keep` where it is read later."""
-    samples = microbatches(program.batch, size)
-    by_id = program.by_id
     held = _Held(stages, keep, program)
-    actions: list[Action] = []
+    bodies = [stage_body(program, stages, keep, held, stage) for stage in range(stages.count)]
+    return assemble(program, stages, bodies, microbatches(program.batch, size))
+
+
+def assemble(program: Program, stages: Stages, bodies: Sequence[Sequence[int]], samples: tuple[int, ...]) -> Schedule:
+    """The schedule that runs these tasks in each stage, and frees every value behind its last use."""
+    by_id = program.by_id
+    walk: list[list[Action]] = []
     for stage in range(stages.count + 1):
-        actions.extend(Action(Do.RUN, task) for task in stages.once[stage])
-        if stage == stages.count:
-            break
-        body = stage_body(program, stages, keep, held, stage)
-        for microbatch in range(len(samples)):
-            actions.extend(Action(_verb(by_id[task]), task, microbatch) for task in body)
-    return Schedule(tuple(_with_frees(actions, by_id, program)), samples)
+        walk.append([Action(Do.RUN, task) for task in stages.once[stage]])
+        body = bodies[stage] if stage < stages.count else ()
+        walk.append([Action(_verb(by_id[task]), task, EACH) for task in body])
+    freed = _with_frees(walk, program)
+    phases = []
+    for once, last in zip(freed[::2], freed[1::2], strict=True):
+        body = tuple(action for action in last if action.microbatch == EACH) if len(samples) > 1 else ()
+        phases.append(Phase(tuple(once), body, tuple(last)))
+    return Schedule(tuple(phases), samples)
 
 
 def _verb(task: Task) -> Do:
@@ -274,27 +342,26 @@ def _needed(
     return needed
 
 
-def _with_frees(actions: Sequence[Action], by_id: dict[int, Task], program: Program) -> Iterable[Action]:
-    """Adds a free behind the last use of every value that a run made; step inputs and results stay."""
+def _with_frees(walk: Sequence[Sequence[Action]], program: Program) -> list[list[Action]]:
+    """Adds a free behind the last use of every value that a run made; step inputs and results stay.
+
+    A gathered or reduced value is born at its first microbatch and has no run: its readers free it.
+    """
+    by_id = program.by_id
     stay = set(program.inputs.values()) | set(program.outputs)
-    backwards: list[Action] = []
-    live: set[tuple[int, int]] = set()
     locals_ = [value.local for value in program.values]
-    for action in reversed(actions):
-        task = by_id[action.subject]
-        touched = [(value, action.microbatch if locals_[value] else ALL) for value in task.inputs]
-        if action.do is Do.RUN:
-            made = [(out, action.microbatch if locals_[out] else ALL) for out in task.outputs if out is not None]
-            dead = [item for item in (*made, *touched) if item not in live and item[0] not in stay]
-            live.update(touched)
+    live: set[int] = set()
+    result: list[list[Action]] = []
+    for actions in reversed(walk):
+        backwards: list[Action] = []
+        for action in reversed(actions):
+            task = by_id[action.subject]
+            made = [out for out in task.outputs if out is not None] if action.do is Do.RUN else []
+            dead = [value for value in (*made, *task.inputs) if value not in live and value not in stay]
+            live.update(task.inputs)
             live.difference_update(made)
-        else:
-            dead = [item for item in touched if item not in live and item[0] not in stay]
-            out = task.outputs[0]
-            live.update(touched)
-            assert out is not None
-        for item in dict.fromkeys(dead):
-            backwards.append(Action(Do.FREE, *item))
-        backwards.append(action)
-    # A gathered or reduced value is born at its first microbatch and has no run: its readers free it.
-    return reversed(backwards)
+            for value in dict.fromkeys(dead):
+                backwards.append(Action(Do.FREE, value, EACH if locals_[value] else ALL))
+            backwards.append(action)
+        result.append(backwards[::-1])
+    return result[::-1]

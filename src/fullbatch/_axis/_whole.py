@@ -1,0 +1,36 @@
+"""The whole batch as one microbatch: the program for a step that nothing splits.
+
+A step with room enough, or with a single sample, needs no operator split and no statistic merged. Its program is the
+captured graph as it is: each operator runs once, in the form that plain PyTorch runs, and may be run again where its
+value is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fullbatch._axis._build import build
+from fullbatch._ir import Kind, Origin, Program, Reduction, Task, Value
+
+
+def build_whole(joint: Any, batch: int) -> Program:
+    """The program of a captured step in which the whole batch is the only microbatch."""
+    program = build(joint, {}, batch)
+    made = {out for task in program.tasks for out in task.outputs if out is not None}
+    # Summands are local and do not grow with the microbatch: what the only microbatch makes.
+    values = [replace(value, partial=True) if value.id in made else value for value in program.values]
+    tasks = [replace(task, kind=Kind.LOCAL) for task in program.tasks]
+    results: dict[int, int] = {}
+    next_task = 1 + max((task.id for task in tasks), default=0)
+    for value in dict.fromkeys(program.outputs):
+        if value not in made:  # an input that is returned as it is
+            results[value] = value
+            continue
+        out = Value(len(values), values[value].name, values[value].shape, values[value].itemsize)
+        values.append(out)
+        origin = Origin("output", backward=program.producers[value].origin.backward)
+        tasks.append(Task(next_task, Kind.REDUCE, (value,), (out.id,), origin, reduction=Reduction.SUM))
+        results[value] = out.id
+        next_task += 1
+    return Program(batch, values, tasks, program.inputs, [results[value] for value in program.outputs])
