@@ -1,71 +1,112 @@
-"""The steps that are measured: ordinary networks, random weights, float32."""
+"""The steps that are measured, by name; `python models.py` prints how large each is and how long it takes.
+
+    python benchmarks/frontier/models.py [NAME ...] [--size full] [--threads 2]
+
+Sizes are chosen so that what a plain step allocates is at least 70 % of its whole peak, parameters and batch included:
+else there is little that a planner could save.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import argparse
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from rich.console import Console
+from rich.table import Table
 
-Built = tuple[Callable[[Any, Any], torch.Tensor], nn.Module, Any]
+from attention import clip, gpt2, llama, vit
+from built import SIZES, Model
+from convnets import convnext, resnet50
+from detector import yolo
+from measuring import Plain, operations
+from unets import unet, unet3d
+
+_CONV, _DETECTOR, _UNET = ("Bottleneck", "ConvNeXtBlock"), ("Unit", "C2f", "Pyramid", "Head"), ("Twice",)
+_TINY_TEXT = {"length": 64, "layers": 2, "width": 32, "words": 300}
+_TINY_CHAIN = {"side": 64, "width": 4, "depths": (1, 1, 1, 1), "classes": 10}
+_TINY_VIT = {"side": 64, "width": 32, "layers": 2, "patch": 8, "classes": 10}
+
+MODELS: dict[str, Model] = {
+    "resnet50": Model(
+        resnet50, _CONV, additive=False, full={"side": 160}, small={"side": 128, "width": 32}, tiny=_TINY_CHAIN
+    ),
+    "yolo": Model(
+        yolo, _DETECTOR, additive=False, full={"side": 256}, small={"side": 128}, tiny={"side": 64, "width": 4}
+    ),
+    "unet": Model(
+        unet, _UNET, additive=False, full={"side": 112}, small={"side": 96, "width": 16, "levels": 4},
+        tiny={"side": 32, "width": 4, "levels": 3},
+    ),
+    "unet3d": Model(
+        unet3d, _UNET, additive=True, full={"side": 48}, small={"side": 16},
+        tiny={"side": 16, "width": 4, "levels": 2},
+    ),
+    "convnext": Model(
+        convnext, _CONV, additive=True, full={"side": 96}, small={"side": 64, "width": 48}, tiny=_TINY_CHAIN
+    ),
+    "vit": Model(
+        vit, ("Block",), additive=True, full={"side": 224, "width": 256}, small={"side": 64, "width": 192},
+        tiny=_TINY_VIT,
+    ),
+    "gpt2": Model(
+        gpt2, ("GPT2Block",), additive=True, full={"length": 128}, small={"length": 128, "width": 128, "words": 2000},
+        tiny=_TINY_TEXT,
+    ),
+    "llama": Model(
+        llama, ("LlamaDecoderLayer",), additive=True, full={"length": 128},
+        small={"length": 32, "width": 128, "layers": 2}, tiny=_TINY_TEXT,
+    ),
+    "clip": Model(
+        clip, ("Block",), additive=False, batch=64, full={"side": 64}, small={"side": 64, "width": 128, "layers": 4},
+        tiny={"side": 32, "width": 16, "layers": 1, "patch": 4, "length": 16, "words": 50},
+    ),
+    "gpt2-one": Model(
+        gpt2, ("GPT2Block",), additive=True, batch=1, full={"length": 1536}, small={"length": 512, "width": 128},
+        tiny={**_TINY_TEXT, "length": 128},
+    ),
+    "unet3d-one": Model(
+        unet3d, _UNET, additive=True, batch=1, full={"side": 96, "width": 12}, small={"side": 48},
+        tiny={"side": 32, "width": 4, "levels": 2},
+    ),
+    "vit-one": Model(
+        vit, ("Block",), additive=True, batch=1, full={"side": 640, "width": 256}, small={"side": 320, "width": 192},
+        tiny={**_TINY_VIT, "side": 128},
+    ),
+}  # fmt: skip
 
 
-class Bottleneck(nn.Module):
-    """The block of ResNet-50 (He et al. 2015, with the stride in the 3 x 3 convolution)."""
+def add_options(parser: argparse.ArgumentParser, default: list[str] | None = None) -> None:
+    """The arguments that all benchmarks share."""
+    parser.add_argument("models", nargs="*", default=default or list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--size", choices=SIZES, default="full", help="how large the models are")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", help="where to write the results as JSON")
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs),
+
+def check_names(parser: argparse.ArgumentParser, names: list[str]) -> None:
+    if unknown := [name for name in names if name not in MODELS]:
+        parser.error(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    options = parser.parse_args()
+    check_names(parser, options.models)
+    torch.set_num_threads(options.threads)
+    table = Table(title=f"plain steps, {options.threads} threads")
+    for column in ("model", "batch", "parameters MB", "batch MB", "allocated MB", "of the peak", "GFLOP", "seconds"):
+        table.add_column(column, justify="right")
+    for name in options.models:
+        plain = Plain(*MODELS[name].make(options.size))
+        parameters = sum(parameter.nbytes for parameter in plain.model.parameters())
+        table.add_row(
+            name, str(plain.samples), f"{parameters / 1e6:,.0f}", f"{plain.batch_bytes / 1e6:,.1f}",
+            f"{plain.peak / 1e6:,.0f}", f"{plain.peak / (plain.peak + plain.owned):.0%}",
+            f"{operations(plain) / 1e9:,.0f}", f"{plain.seconds():.2f}",
         )  # fmt: skip
-        self.skip: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            self.skip = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.body(x) + self.skip(x))
+    Console(width=110).print(table)
 
 
-def resnet50(batch: int = 16, side: int = 224) -> Built:
-    """ResNet-50 with BatchNorm, 1000 classes."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
-    ]  # fmt: skip
-    inputs = 64
-    for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-        for block in range(blocks):
-            layers.append(Bottleneck(inputs, width, stride if block == 0 else 1))
-            inputs = 4 * width
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
-    return _classify, model, (torch.randn(batch, 3, side, side), torch.randint(0, 1000, (batch,)))
-
-
-def gpt2(batch: int = 8, layers: int = 12, width: int = 256, length: int = 256) -> Built:
-    """GPT-2 of the `transformers` package, twelve narrow layers, a vocabulary of 8000, no dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    size = {"n_layer": layers, "n_embd": width, "n_head": width // 64, "vocab_size": 8000, "n_positions": length}
-    model = GPT2LMHeadModel(GPT2Config(**size, **off))
-    return _next_token, model, torch.randint(0, 8000, (batch, length))
-
-
-def gpt2_one_sample() -> Built:
-    """The same with a single sequence: nothing to split, so that only recomputation saves memory."""
-    return gpt2(batch=1, length=1024)
-
-
-def _classify(model: Any, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def _next_token(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-MODELS: dict[str, Callable[[], Built]] = {"resnet50": resnet50, "gpt2": gpt2, "gpt2-one-sample": gpt2_one_sample}
+if __name__ == "__main__":
+    main()

@@ -1,17 +1,16 @@
-"""Memory against time: plans one step for falling budgets, and runs each beside the plain step.
+"""Memory against time: plans one step for falling budgets, and runs each plan beside the plain step.
 
-    python benchmarks/frontier/run.py resnet50 gpt2 [--repeats 5] [--plan-only]
+    python benchmarks/frontier/run.py [NAME ...] [--budgets 100 50 25] [--repeats 5] [--plan-only] [--out results.json]
 
-A budget is a share of what the plain step allocates while it runs. Time is the median of interleaved runs, as a ratio
-to the plain step's in the same process. `predicted` is the plan's own estimate of its extra time, `bound` the least
-that any schedule could take at that budget, by the same estimate.
+A budget is a share of what the plain step allocates while it runs. Times are ratios of interleaved runs in the same
+process. README.md says what each column is.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,76 +18,113 @@ from rich.console import Console
 from rich.table import Table
 
 import fullbatch
-from models import MODELS
+from measuring import CountedStep, Plain, gradient_digest, interleaved, operations, operations_of, peak, ratio, save
+from models import MODELS, add_options, check_names
 
-SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
+SHARES = (100, 75, 50, 35, 33, 25, 15, 10)
+"""Budgets in percent of what the plain step allocates."""
+COLUMNS = (
+    "budget", "microbatch", "peak / plain", "predicted", "time / plain", "operations", "overhead", "bound", "gap",
+    "planned cold", "warm", "same bits",
+)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--repeats", type=int, default=3)
+    add_options(parser)
+    parser.add_argument("--budgets", type=float, nargs="+", default=SHARES, help="in percent of the plain step's")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved pairs a row")
     parser.add_argument("--plan-only", action="store_true", help="do not run the plans")
     options = parser.parse_args()
+    check_names(parser, options.models)
+    torch.set_num_threads(options.threads)
+    results = []
     for name in options.models:
-        Console(width=110).print(frontier(name, options.repeats, options.plan_only))
+        results.append(frontier(name, options.size, options.budgets, 0 if options.plan_only else options.repeats))
+        Console(width=140).print(show(results[-1]))
+        save(options.out, "frontier", options.size, options.repeats, results)  # after each: a long run may be ended
 
 
-def frontier(name: str, repeats: int, plan_only: bool) -> Table:
-    """One row a budget."""
-    torch.manual_seed(0)
-    loss_fn, model, batch = MODELS[name]()
+def frontier(name: str, size: str, budgets: Sequence[float], repeats: int) -> dict[str, Any]:
+    """One row a budget; `repeats` 0 plans only. Bytes and seconds."""
+    plain = Plain(*MODELS[name].make(size))
+    count = operations(plain) if repeats else None
+    digests: dict[int, str] = {}
+    rows = [_row(plain, share, repeats, count, digests) for share in budgets]
+    return {
+        "model": name, "batch": plain.samples, "owned": plain.owned, "plain_peak": plain.peak, "operations": count,
+        "rows": rows,
+    }  # fmt: skip
 
-    def plain() -> None:
-        loss_fn(model, batch).backward()
 
-    plain()
-    model.zero_grad()
-    full = fullbatch.measure(plain).peak
-    model.zero_grad()
-    table = Table(title=f"{name}: the plain step allocates {full:,} bytes, {torch.get_num_threads()} threads")
-    for column in ("budget", "microbatch", "peak / plain", "time / plain", "predicted", "bound", "planned in"):
+def _row(plain: Plain, share: float, repeats: int, count: int | None, digests: dict[int, str]) -> dict[str, Any]:
+    budget = plain.owned + int(share / 100 * plain.peak)
+    row: dict[str, Any] = {"budget": share, "budget_bytes": budget}
+    began = time.perf_counter()
+    try:
+        step = CountedStep(plain.loss_fn, plain.model, plain.batch, memory=budget)
+    except fullbatch.BudgetError as error:
+        seconds = time.perf_counter() - began
+        return {**row, "cold": seconds, "least": (error.smallest - plain.owned) / plain.peak, "why": str(error)}
+    row["cold"] = time.perf_counter() - began
+    began = time.perf_counter()
+    fullbatch.Step(plain.loss_fn, plain.model, plain.batch, memory=budget)
+    row["warm"] = time.perf_counter() - began
+    plan = step.plan
+    row |= {
+        "microbatch": plan.microbatch, "microbatches": plan.microbatches, "predicted_peak": plan.predicted_peak,
+        "activations": plan.activations, "predicted_share": plan.activations / plain.peak,
+        "overhead": plan.overhead, "bound": plan.bound, "gap": plan.gap,
+    }  # fmt: skip
+    return row | (_run(plain, step, repeats, count, digests) if repeats else {})
+
+
+def _run(plain: Plain, step: CountedStep, repeats: int, count: int | None, digests: dict[int, str]) -> dict[str, Any]:
+    model, plan = plain.model, step.plan
+
+    def planned() -> object:
+        return step(plain.batch)
+
+    measured = peak(planned, model)
+    digest = gradient_digest(planned, model)
+    same = digests.get(plan.microbatch)
+    digests.setdefault(plan.microbatch, digest)
+    rounds = interleaved([(plain.run, model), (planned, model)], repeats)
+    return {
+        "peak": measured,
+        "peak_share": measured / plain.peak,
+        "prediction_error": plan.activations / measured - 1,
+        "time": ratio(rounds, 1, 0),
+        "seconds": rounds,
+        "operations": operations_of(step, plain) / count if count else None,
+        "same_bits": None if same is None else same == digest,  # None: the first with its microbatch
+    }
+
+
+def show(result: dict[str, Any]) -> Table:
+    """The rows of one model as a table."""
+    title = f"{result['model']}, batch {result['batch']}: the plain step allocates {result['plain_peak']:,} bytes"
+    table = Table(title=f"{title} beside {result['owned']:,} that it owns, {torch.get_num_threads()} threads")
+    for column in COLUMNS:
         table.add_column(column, justify="right")
-    owned = fullbatch.Step(loss_fn, model, batch, microbatch=1).plan.owned
-    for share in SHARES:
-        model.zero_grad()
-        began = time.perf_counter()
-        try:
-            step = fullbatch.Step(loss_fn, model, batch, memory=owned + int(share * full))
-        except fullbatch.BudgetError as error:
-            least = (error.smallest - owned) / full
-            table.add_row(f"{share:.0%}", "-", f"least {least:.0%}", "-", "-", "-", _seconds(began))
+    for row in result["rows"]:
+        first = (f"{row['budget']:g} %", f"{row['microbatch']} x {row['microbatches']}" if "warm" in row else "none")
+        if "least" in row:
+            table.add_row(*first, f"least {row['least']:.1%}", *["-"] * 6, f"{row['cold']:.1f} s", "-", "-")
             continue
-        planned, plan = _seconds(began), step.plan
-        peak, ratio = "-", "-"
-        if not plan_only:
-            model.zero_grad()
-            step(batch)
-            model.zero_grad()
-            peak = f"{fullbatch.measure(lambda step=step: step(batch)).peak / full:.1%}"
-            ratio = f"{_ratio(plain, lambda step=step: step(batch), model, repeats):.2f}"
+        ran = ["-"] * 4
+        bits = "-"
+        if "time" in row:
+            bits = {None: "first", True: "yes", False: "NO"}[row["same_bits"]]
+            ran = [
+                f"{row['peak_share']:.1%}", f"{row['prediction_error']:+.2%}", f"{row['time']:.2f}",
+                f"{row['operations']:.3f}",
+            ]  # fmt: skip
         table.add_row(
-            f"{share:.0%}", f"{plan.microbatch} x {plan.microbatches}", peak, ratio, f"+{plan.overhead:.1%}",
-            f"+{plan.bound:.1%}", planned,
+            *first, *ran, f"+{row['overhead']:.1%}", f"+{row['bound']:.1%}", f"{row['gap']:.1%}",
+            f"{row['cold']:.1f} s", f"{row['warm']:.1f} s", bits,
         )  # fmt: skip
     return table
-
-
-def _ratio(plain: Any, planned: Any, model: Any, repeats: int) -> float:
-    ratios = []
-    for _ in range(repeats):
-        times = []
-        for fn in (plain, planned):
-            model.zero_grad()
-            began = time.perf_counter()
-            fn()
-            times.append(time.perf_counter() - began)
-        ratios.append(times[1] / times[0])
-    return statistics.median(ratios)
-
-
-def _seconds(began: float) -> str:
-    return f"{time.perf_counter() - began:.1f} s"
 
 
 if __name__ == "__main__":
