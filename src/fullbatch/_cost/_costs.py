@@ -49,6 +49,23 @@ def estimated(program: Program) -> Coster:
     return cost
 
 
+def moved_bytes(task: Task, program: Program, samples: int) -> int:
+    """Bytes that one run for `samples` reads and writes, by shapes; none for a view.
+
+    Nor for what joins or cuts the batch where there is one microbatch.
+    """
+    once = task.kind in (Kind.SLICE, Kind.GATHER, Kind.REDUCE)
+    if task.view or (once and samples == program.batch):
+        return 0
+    read, written = (
+        [program.values[value].nbytes(samples, program.batch) for value in values if value is not None]
+        for values in (task.inputs, task.outputs)
+    )
+    if once:  # of what is whole, the microbatch's share is touched
+        return 2 * sum(written) if task.kind is Kind.SLICE else (3 if task.kind is Kind.REDUCE else 2) * sum(read)
+    return sum(read) + sum(written)
+
+
 def _estimate(program: Program, task: Task, samples: int, time: float) -> TaskCost:
     outs = []
     for value in task.outputs:

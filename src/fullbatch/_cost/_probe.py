@@ -3,55 +3,33 @@
 What an operator allocates inside itself (a convolution's reordered weights, a copy of a gradient that is not
 contiguous) is written nowhere. So each distinct operator of a program, at the shapes and strides it will see, is run
 once under the memory counter. At any moment only one operator's operands exist, which the step itself needs too, so
-that probing never takes more memory than the step.
+that probing never takes more memory than the step. What was found is known for the life of the process, and on disk
+(`_cache`) for those that come after it.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
 
 import torch
 
+from fullbatch._cost._cache import CostFile, cost_file
 from fullbatch._cost._costs import Coster, Out, TaskCost, estimated
+from fullbatch._cost._forms import Found, Meta
+from fullbatch._cost._keys import HERE, digest, machine, operator_text, settings
+from fullbatch._cost._operator import alone, outcome, without_running
+from fullbatch._cost._time import Job, time_jobs
 from fullbatch._errors import MeasureError
-from fullbatch._ir import Kind, Program, Reduction, Task
+from fullbatch._ir import Kind, Program, Task
 from fullbatch._memory._measure import MemoryEvents, memory_events
-from fullbatch._run._executor import cut, owns_dense_storage
 
-
-@dataclass(frozen=True)
-class Meta:
-    """A tensor's form in memory."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Meta:
-        """The form of `tensor`."""
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
-
-    def dummy(self, touched: bool) -> torch.Tensor:
-        """A tensor of this form: zeros where values will be read, else memory that is never touched."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return tensor.zero_() if touched else tensor
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What one operator did: bytes, and the form of each output with the operand it is a view of."""
-
-    peak: int
-    outputs: tuple[tuple[Meta, int, int | None] | None, ...]  # form, bytes, operand
-
-
-_KNOWN: dict[Any, _Found] = {}  # by operator, arguments, forms and threads; for the life of the process
+_KNOWN: dict[str, Found] = {}  # by `_keys`; for the life of the process
+_NUMBERS = itertools.count()
 _Slot = tuple[int, int]
+_Todo = deque[tuple[Task, int]]
 ONCE = 0  # in place of the samples of a microbatch, for what runs or exists once a step
 
 
@@ -62,12 +40,17 @@ class Prober:
         self._program = program
         self._metas: dict[_Slot, Meta] = {(program.inputs[at], ONCE): Meta.of(tensor) for at, tensor in inputs.items()}
         self._device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+        self._keys: dict[_Slot, str] = {}  # of what was measured
         self._found: dict[_Slot, TaskCost] = {}
         self._estimate = estimated(program)
         self._failed: set[str] = set()
         self._local = [value.local for value in program.values]
         self._done: set[int] = set()
         self._unavailable = ""
+        self._number = next(_NUMBERS)
+        self._here: dict[str, Found] = {}  # operators that another process could not recognise
+        self._fresh: dict[str, Found] = {}  # run, and their bytes not read yet
+        self._marks: list[tuple[str, int, int]] = []
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -81,48 +64,119 @@ class Prober:
         """Costs for microbatches of these sizes; None where nothing can be measured now."""
         missing = sorted(samples - self._done, reverse=True)
         if missing and not self._unavailable:
-            self._marks: list[tuple[Any, int, int]] = []
-            self._pending: dict[_Slot, Any] = {}
             try:
-                on_cpu = self._device.type == "cpu"
-                events = memory_events(lambda: self._walk(missing)) if on_cpu else self._walk(missing)
+                self._measure(missing)
             except MeasureError:
                 self._unavailable = "operators were not measured: a profiler is running"
                 return None
-            self._read(events)
             self._done.update(missing)
         if self._unavailable:
             return None
-        return lambda task, count: self._found[task.id, ONCE if task.kind is Kind.ONCE else count]
+        return lambda task, count: self._found[_slot(task, count)]
+
+    def timed(self, samples: frozenset[int], seconds_limit: float = 2.0) -> Coster | None:
+        """As `costs`, with `time` in seconds: measured, the operators that take most first, for `seconds_limit`.
+
+        What the limit leaves out is estimated from the rates of the machine (`_rates`). One operator may overrun the
+        limit by one run of itself. None where `costs` is None. Seconds are kept in the file of costs.
+        """
+        exact = self.costs(samples)
+        if exact is None:
+            return None
+        slots = [_slot(task, count) for count in sorted(samples) for task in self._program.tasks]
+        jobs = [self._job(slot) for slot in dict.fromkeys(slots)]
+        seconds = time_jobs(self._program, jobs, self._device, seconds_limit)
+        return lambda task, count: _with_time(exact(task, count), seconds[_slot(task, count)])
+
+    def _job(self, slot: _Slot) -> Job:
+        task = self._program.by_id[slot[0]]
+        metas = [self._metas[self._slot(value, slot[1])] for value in task.inputs]
+        return Job(slot, task, slot[1], metas, self._keys.get(slot))
 
     # ---- running
 
-    def _walk(self, samples: Sequence[int]) -> MemoryEvents:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for count in samples:
-                for task in self._program.tasks:
-                    slot = (task.id, ONCE if task.kind is Kind.ONCE else count)
-                    if slot not in self._found and slot not in self._pending:
-                        self._task(task, slot)
+    def _measure(self, samples: Sequence[int]) -> None:
+        self._base = digest(machine(self._device), settings(self._device, torch.get_num_threads()))
+        self._file = cost_file()
+        slots = dict.fromkeys(_slot(task, count) for count in samples for task in self._program.tasks)
+        by_id = self._program.by_id
+        todo: _Todo = deque((by_id[at], count) for at, count in slots if (at, count) not in self._found)
+        walked = list(todo)
+        self._fresh, self._marks = {}, []
+        self._walk(todo, run=False)
+        if todo:
+            if self._device.type == "cpu":
+                self._read(memory_events(lambda: self._run_all(todo)))
+            else:
+                self._run_all(todo)
+        self._remember()
+        for task, count in walked:
+            if (task.id, count) in self._keys:
+                self._found[task.id, count] = self._cost(task, count)
+
+    def _run_all(self, todo: _Todo) -> MemoryEvents:
+        with torch.no_grad(), torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            self._walk(todo, run=True)
         return []
 
-    def _task(self, task: Task, slot: _Slot) -> None:
-        samples = slot[1]
+    def _walk(self, todo: _Todo, run: bool) -> None:
+        """Takes tasks off `todo` in order; without `run`, up to the first that no one has measured."""
+        while todo:
+            if not self._task(*todo[0], run):
+                return
+            todo.popleft()
+
+    def _task(self, task: Task, samples: int, run: bool) -> bool:
         metas = [self._metas[self._slot(value, samples)] for value in task.inputs]
-        key = (_kernel_key(task, self._program), samples, tuple(metas), torch.get_num_threads())
-        if key not in _KNOWN:
-            self._run(key, task, samples, metas)
-        found = _KNOWN.get(key)
+        key = self._key(task, samples, metas)
+        found = self._known(key, task, metas)
+        if found is None and (run or _is_constant(task)):
+            found = self._run(key, task, samples, metas)
+            if found is None:
+                self._give_up(task, samples)
+                return True
         if found is None:
-            self._give_up(task, samples)
-            return
-        self._pending[slot] = key
+            return False
+        self._keys[task.id, samples] = key
         for value, output in zip(task.outputs, found.outputs, strict=False):
             if value is not None and output is not None:
                 self._metas[self._slot(value, samples)] = output[0]
+        return True
 
-    def _slot(self, value: int, samples: int) -> _Slot:
-        return (value, samples if self._local[value] else ONCE)
+    def _key(self, task: Task, samples: int, metas: Sequence[Meta]) -> str:
+        text = operator_text(task, self._program, samples or self._program.batch)
+        if text is None:  # here the program keeps the task
+            return f"{HERE}{self._number} {task.id} {samples}"
+        return digest(self._base, text, *[meta.text for meta in metas])
+
+    def _known(self, key: str, task: Task, metas: Sequence[Meta]) -> Found | None:
+        found = self._fresh.get(key) or self._here.get(key) or _KNOWN.get(key)
+        if found is None and not key.startswith(HERE):
+            found = without_running(task, metas) or _from_file(self._file, key, task)
+            if found is not None:
+                _KNOWN[key] = found
+        return found
+
+    def _run(self, key: str, task: Task, samples: int, metas: Sequence[Meta]) -> Found | None:
+        inputs = [meta.dummy() for meta in metas]
+        call = alone(task, self._program, samples)
+        on_cuda, before, peak = self._device.type == "cuda", 0, 0
+        try:
+            if on_cuda:
+                torch.cuda.reset_peak_memory_stats(self._device)
+                before = torch.cuda.memory_allocated(self._device)
+            begin = time.time_ns()
+            results = call(*inputs)
+            end = time.time_ns()
+        except Exception:  # an operator that refuses zeros, such as a Cholesky factor
+            return None
+        if on_cuda:
+            peak = torch.cuda.max_memory_allocated(self._device) - before
+        elif not _is_constant(task):
+            self._marks.append((key, begin, end))
+        found = Found(peak, outcome(task, inputs, results))
+        self._fresh[key] = found
+        return found
 
     def _give_up(self, task: Task, samples: int) -> None:
         self._failed.add(task.origin.op)
@@ -140,60 +194,8 @@ class Prober:
         dtype = {1: torch.bool, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}.get(item.itemsize, torch.float32)
         return Meta(tuple(shape), tuple(dense.stride()), dtype, self._device)
 
-    def _run(self, key: Any, task: Task, samples: int, metas: Sequence[Meta]) -> None:
-        inputs = [meta.dummy(touched=not task.view) for meta in metas]
-        call = self._call(task, samples)
-        on_cuda = self._device.type == "cuda"
-        try:
-            if on_cuda:
-                torch.cuda.reset_peak_memory_stats(self._device)
-                before = torch.cuda.memory_allocated(self._device)
-            begin = time.time_ns()
-            results = call(*inputs)
-            end = time.time_ns()
-        except Exception:  # an operator that refuses zeros, such as a Cholesky factor
-            return
-        outputs: list[tuple[Meta, int, int | None] | None] = []
-        results = (results,) if task.single or task.kind in (Kind.SLICE, Kind.GATHER, Kind.REDUCE) else tuple(results)
-        shown = {tensor.untyped_storage().data_ptr(): at for at, tensor in enumerate(inputs) if tensor.numel()}
-        mine: dict[int, int] = {}
-        for value, tensor in zip(task.outputs, results, strict=False):
-            if value is None or not isinstance(tensor, torch.Tensor):
-                outputs.append(None)
-                continue
-            address = tensor.untyped_storage().data_ptr()
-            nbytes = tensor.untyped_storage().nbytes()
-            if nbytes == 0 or (task.view and not inputs):  # nothing, or a constant that the graph holds
-                outputs.append((Meta.of(tensor), 0, None))
-            elif address in shown:
-                outputs.append((Meta.of(tensor), 0, shown[address]))
-            elif address in mine:
-                outputs.append((Meta.of(tensor), 0, -1 - mine[address]))
-            else:
-                mine[address] = len(outputs)
-                outputs.append((Meta.of(tensor), nbytes, None))
-        peak = torch.cuda.max_memory_allocated(self._device) - before if on_cuda else 0
-        _KNOWN[key] = _Found(peak, tuple(outputs))
-        if not on_cuda:
-            self._marks.append((key, begin, end))
-
-    def _call(self, task: Task, samples: int) -> Callable[..., Any]:
-        batch = self._program.batch
-        if task.kind is Kind.SLICE:
-            layout = task.layout
-            assert layout is not None
-            return lambda x: cut(x, layout, 0, samples, batch)
-        if task.kind is Kind.GATHER:
-            (value,) = task.outputs
-            assert value is not None
-            shape = self._program.values[value].shape
-            return (lambda x: x) if samples == batch else (lambda x: x.new_empty(shape))
-        if task.kind is Kind.REDUCE:
-            many = samples != batch
-            return lambda x: x if not many or owns_dense_storage(x) else x.clone(memory_format=torch.contiguous_format)
-        assert task.kernel is not None
-        bound = task.kernel.bind()
-        return lambda *tensors: bound(samples or batch, *tensors)
+    def _slot(self, value: int, samples: int) -> _Slot:
+        return (value, samples if self._local[value] else ONCE)
 
     # ---- reading
 
@@ -207,17 +209,52 @@ class Prober:
                 level += events[position][1]
                 peak = max(peak, level)
                 position += 1
-            _KNOWN[key] = _Found(peak, _KNOWN[key].outputs)
-        by_id = self._program.by_id
-        for slot, key in self._pending.items():
-            found, task = _KNOWN[key], by_id[slot[0]]
-            outs = [
-                Out(value, output[1], _alias(output[2], task))
-                for value, output in zip(task.outputs, found.outputs, strict=False)
-                if value is not None and output is not None
-            ]
-            time_of = self._estimate(task, slot[1] or self._program.batch).time
-            self._found[slot] = TaskCost(found.peak, tuple(outs), time_of)
+            self._fresh[key] = Found(peak, self._fresh[key].outputs)
+
+    def _remember(self) -> None:
+        for key, found in self._fresh.items():
+            if key.startswith(HERE):
+                self._here[key] = found
+                continue
+            _KNOWN[key] = found
+            if self._file is not None:
+                self._file.put(key, found.to_json())
+        if self._file is not None:
+            self._file.flush()
+        self._fresh = {}
+
+    def _cost(self, task: Task, samples: int) -> TaskCost:
+        key = self._keys[task.id, samples]
+        found = self._here[key] if key.startswith(HERE) else _KNOWN[key]
+        outs = [
+            Out(value, output[1], _alias(output[2], task))
+            for value, output in zip(task.outputs, found.outputs, strict=False)
+            if value is not None and output is not None
+        ]
+        return TaskCost(found.peak, tuple(outs), self._estimate(task, samples or self._program.batch).time)
+
+
+def _slot(task: Task, samples: int) -> _Slot:
+    return (task.id, ONCE if task.kind is Kind.ONCE else samples)
+
+
+def _is_constant(task: Task) -> bool:
+    """A tensor that the graph carries: it is there already, and allocates nothing."""
+    return task.view and not task.inputs
+
+
+def _from_file(file: CostFile | None, key: str, task: Task) -> Found | None:
+    kept = None if file is None else file.get(key)
+    if file is None or kept is None:
+        return None
+    try:
+        found = Found.from_json(kept)
+        if not found.fits(len(task.inputs), len(task.outputs)):
+            raise ValueError("it is of another operator")
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        file.reject(key, f"an entry makes no sense: {error}")
+        return None
+    return found
 
 
 def _alias(operand: int | None, task: Task) -> int | None:
@@ -226,10 +263,5 @@ def _alias(operand: int | None, task: Task) -> int | None:
     return task.inputs[operand] if operand >= 0 else task.outputs[-1 - operand]
 
 
-def _kernel_key(task: Task, program: Program) -> Any:
-    if task.kernel is not None:
-        used = tuple(out is not None for out in task.outputs)
-        return (task.kernel.fn, repr(task.kernel.args), repr(sorted(task.kernel.kwargs.items(), key=str)), used)
-    (value,) = task.outputs
-    assert value is not None
-    return (task.kind, task.layout, program.values[value].shape, program.batch, task.reduction is Reduction.MOMENTS)
+def _with_time(cost: TaskCost, seconds: float) -> TaskCost:
+    return TaskCost(cost.peak, cost.outs, seconds)
