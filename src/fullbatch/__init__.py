@@ -10,10 +10,13 @@ from fullbatch._errors import (
     MeasureError,
     MemorySizeError,
     ModelError,
+    PlanError,
     VerifyError,
 )
 from fullbatch._memory._ledger import Ledger, explain
 from fullbatch._memory._measure import Measurement, measure
+from fullbatch._plan._diff import PlanDiff
+from fullbatch._plan._frontier import Frontier
 from fullbatch._plan._plan import Plan
 from fullbatch._step import Step
 from fullbatch._verify import Certificate
@@ -26,6 +29,7 @@ __all__ = [
     "CaptureError",
     "Certificate",
     "Fault",
+    "Frontier",
     "FullbatchError",
     "Ledger",
     "LossError",
@@ -34,6 +38,8 @@ __all__ = [
     "MemorySizeError",
     "ModelError",
     "Plan",
+    "PlanDiff",
+    "PlanError",
     "Step",
     "VerifyError",
     "explain",

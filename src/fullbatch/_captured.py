@@ -14,17 +14,25 @@ import torch
 from torch import fx
 
 from fullbatch._axis._build import RESLICE_ABOVE, build
+from fullbatch._axis._whole import build_whole
 from fullbatch._capture._joint import Joint, trace_joint
 from fullbatch._cost._costs import Coster
 from fullbatch._cost._probe import Prober
-from fullbatch._errors import Fault, ModelError
+from fullbatch._errors import Fault, ModelError, PlanError
 from fullbatch._ir import Layout, Program
 from fullbatch._memory._free import held_by_others
+from fullbatch._plan._adopt import ANEW, Limits, adopt, bound_of, compare
+from fullbatch._plan._adopt import note as loaded_note
+from fullbatch._plan._fingerprint import Fingerprint, fingerprint, input_forms
+from fullbatch._plan._frontier import Live, register
 from fullbatch._plan._plan import Plan
 from fullbatch._plan._planner import Choice, Planner
+from fullbatch._plan._restore import order_of
+from fullbatch._plan._side import Side
 from fullbatch._plan._stages import Stages, find_stages
 from fullbatch._run._commit import Pending
 from fullbatch._run._executor import RANDOM_BYTES, Executor
+from fullbatch._run._fuse import NOTE
 from fullbatch._tree import BatchShape
 
 
@@ -36,6 +44,8 @@ class Request:
     microbatch: int | None
     owned: int
     note: str = ""
+    saved: Plan | None = None  # a plan to use instead of planning
+    must_fit: bool = False  # whether it is an error where that plan is not for this
 
 
 _PLANS = 16
@@ -64,11 +74,14 @@ class _Planned:
 class Captured:
     """The graph of one call signature. `run` executes it; `plan` says how."""
 
-    def __init__(self, graph: fx.GraphModule, reslice_above: int = RESLICE_ABOVE, measure: bool = True) -> None:
-        self._graph = graph
+    def __init__(
+        self, graph: fx.GraphModule, reslice_above: int = RESLICE_ABOVE, measure: bool = True, compile: bool = False
+    ) -> None:
+        self._graph, self._compile = graph, compile
         self._reslice_above = reslice_above
         self._measures = measure
         self._planned: list[_Planned] = []  # the newest last
+        self._probers: list[Prober] = []
         self._ready = False
         self.free_budget: int | None = None  # the budget where the user named none
 
@@ -89,19 +102,30 @@ class Captured:
         self.stages: Stages = find_stages(self.program)
         used = set(self.program.inputs)
         self._device = inputs[0].device if inputs else torch.device("cpu")
-        prober = Prober(self.program, {at: tensor for at, tensor in enumerate(inputs) if at in used})
-        self._prober = prober
-        self._planner = Planner(self.program, self.stages, self._measure)
+        given = {at: tensor for at, tensor in enumerate(inputs) if at in used}
+        whole = build_whole(self.joint, shape.size)
+        self._probers = [Prober(self.program, given), Prober(whole, given)]
+        self._split = Side(self.program, self.stages, self._probers[0].costs, self._measures)
+        self._whole = Side(whole, find_stages(whole), self._probers[1].costs, self._measures)
+        self._planner = Planner(self._split, self._whole)
+        self._live = Live(
+            self._planner.choose, self._planner.plain_peak, RANDOM_BYTES if self.random else 0, self._device
+        )
+        carried = {at: layout.dim for at, layout in layouts.items()}
+        gradients = [at for at, node in self.joint.gradients.items() if node is not None]
+        self._forms = input_forms(inputs, self.joint.sources, carried, gradients, self.joint.mutated)
+        self._fingerprints: dict[tuple[Side, int], Fingerprint] = {}  # by program and threads
         self._replicated = shape.replicated
         self._shape = shape
         self._ready = True
 
-    def _measure(self, samples: frozenset[int]) -> Coster | None:
-        return self._prober.costs(samples) if self._measures else None
+    def side(self, microbatch: int) -> Side:
+        """The program that runs in microbatches of this size."""
+        return self._whole if microbatch == self.program.batch else self._split
 
     def measured(self, samples: int) -> Coster | None:
-        """Exact costs of all tasks for one microbatch size."""
-        return self._prober.costs(frozenset([samples]))
+        """Exact costs of all tasks of the split program for one microbatch size."""
+        return self._probers[0].costs(frozenset([samples]))
 
     def _refuse_mutated_batch(self) -> None:
         wrong = [self.joint.sources[at] for at in self.joint.mutated if at in self.batch_positions]
@@ -134,9 +158,9 @@ class Captured:
             if planned.serves(room, request.microbatch):
                 break
         else:
-            choice = self._planner.choose(room, request.microbatch, request.owned + draws)
-            executor = Executor(self.program, choice.schedule)
-            planned = _Planned(room, request.microbatch, choice, executor, self._describe(choice, request))
+            choice, note = self._choose(room, request, draws)
+            executor = Executor(choice.program, choice.schedule, compile=self._compile)
+            planned = _Planned(room, request.microbatch, choice, executor, self._describe(choice, request, note))
         self._planned = [*(other for other in self._planned if other is not planned), planned][-_PLANS:]
         plan = planned.plan
         if plan.owned != request.owned or plan.budget != request.budget:
@@ -147,32 +171,78 @@ class Captured:
             )  # fmt: skip
         return plan, planned.executor
 
-    def _describe(self, choice: Choice, request: Request) -> Plan:
+    def _choose(self, room: int | None, request: Request, draws: int) -> tuple[Choice, str]:
+        """The choice for `request`, and a note on the plan that came with it."""
+        note = ""
+        if request.saved is not None:
+            try:
+                return self._adopted(request.saved, request, draws)
+            except PlanError:
+                if request.must_fit:
+                    raise
+                note = ANEW
+        return self._planner.choose(room, request.microbatch, request.owned + draws), note
+
+    def _adopted(self, saved: Plan, request: Request, draws: int) -> tuple[Choice, str]:
+        side = self._whole if saved.whole else self._split
+        now = self._fingerprint(side)
+        limits = Limits(request.budget, request.owned, request.microbatch)
+        compare(saved, now, limits)
+        size = saved.microbatch
+        measured = side.exact(size)
+        schedule, simulated = adopt(saved, side.program, side.stages, measured or side.estimate, draws, limits)
+        bound = min(bound_of(saved, limits), saved.overhead)
+        choice = Choice(
+            side.program, side.stages, schedule, simulated, size, measured is not None, saved.overhead, bound,
+            saved.whole,
+        )  # fmt: skip
+        return choice, loaded_note(saved, now, simulated.peak + draws)
+
+    def _fingerprint(self, side: Side) -> Fingerprint:
+        key = side, torch.get_num_threads()
+        if key not in self._fingerprints:
+            self._fingerprints[key] = fingerprint(side.program, self._forms, self._device)
+        return self._fingerprints[key]
+
+    def _describe(self, choice: Choice, request: Request, note: str) -> Plan:
         draws = RANDOM_BYTES if self.random else 0
         activations = choice.simulated.peak + draws
+        found = self._fingerprint(self._whole if choice.whole else self._split)
+        register(self._live, found.digest)
         return Plan(
             batch=self.program.batch,
             microbatch=choice.size,
             microbatches=len(choice.schedule.samples),
-            stages=self.stages.count,
+            stages=choice.stages.count,
             predicted_peak=request.owned + activations,
             plain_peak=request.owned + self._planner.plain_peak(),
             budget=request.budget,
             owned=request.owned,
             activations=activations,
-            recomputed=choice.schedule.recomputes(self.program),
-            held=choice.schedule.held(self.program),
+            recomputed=choice.schedule.recomputes(choice.program),
+            runs=choice.schedule.count_runs(),
+            held=choice.schedule.held(choice.program),
             exact=choice.exact,
             overhead=choice.overhead,
             bound=choice.bound,
-            barriers=self.stages.barriers,
-            full_batch_nodes=tuple(self.program.full_batch),
+            barriers=choice.stages.barriers,
+            full_batch_nodes=tuple(choice.program.full_batch),
+            whole=choice.whole,
             replicated=self._replicated,
             notes=tuple(
                 note
-                for note in (request.note, *self.joint.notes, *self._prober.notes, held_by_others(self._device))
+                for note in (
+                    NOTE if self._compile else "",
+                    note,
+                    request.note,
+                    *self.joint.notes,
+                    *(note for prober in self._probers for note in prober.notes),
+                    held_by_others(self._device),
+                )
                 if note
             ),
+            order=order_of(choice.schedule),
+            fingerprint=found,
             schedule=choice.schedule,
         )
 

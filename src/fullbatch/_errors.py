@@ -7,6 +7,7 @@ and the next step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -45,7 +46,7 @@ class FullbatchError(Exception):
 
 
 class MemorySizeError(FullbatchError, ValueError):
-    """A memory budget that is no size: neither bytes nor a string such as "6GiB"."""
+    """A memory budget that is no size (neither bytes nor a string such as "6GiB"), or that the device does not have."""
 
 
 class BatchError(FullbatchError, ValueError):
@@ -72,9 +73,31 @@ class BudgetError(FullbatchError):
         self.smallest = smallest
 
 
+class PlanError(FullbatchError):
+    """A plan that is no plan (cut off, damaged, of another format) or that is for another step, machine or budget."""
+
+
 class MeasureError(FullbatchError, RuntimeError):
     """Memory cannot be measured here and now, for example because a profiler is already running."""
 
 
+class CompileError(FullbatchError, RuntimeError):
+    """A part of the step cannot be compiled: no C++ compiler, or TorchInductor fails."""
+
+
 class VerifyError(FullbatchError):
     """The planned step and the plain one could not be compared."""
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Runs every check, and raises what they found as one error: the class is that of the first, the faults are all."""
+    found: list[FullbatchError] = []
+    for check in checks:
+        try:
+            check()
+        except FullbatchError as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise type(found[0])(*(fault for error in found for fault in error.faults))

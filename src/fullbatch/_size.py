@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from fullbatch._errors import MemorySizeError
@@ -21,25 +22,29 @@ def parse_bytes(size: int | str) -> int:
     Raises MemorySizeError where `size` is neither, or is not above zero.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise _no_size(repr(size))
+        raise _no_size(size)
     if isinstance(size, int):
         value = size
     else:
         match = _PATTERN.fullmatch(size)
         if match is None or match.group(2).lower() not in _UNITS:
-            raise _no_size(repr(size))
-        value = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+            raise _no_size(size)
+        number = float(match.group(1)) * _UNITS[match.group(2).lower()]
+        if not math.isfinite(number):
+            raise _no_size(size)
+        value = int(number)
     if value <= 0:
-        raise _no_size(repr(size))
+        raise _no_size(size)
     return value
 
 
-def _no_size(got: str) -> MemorySizeError:
+def _no_size(size: object) -> MemorySizeError:
+    whole = isinstance(size, float) and math.isfinite(size) and size >= 1
     return MemorySizeError.of(
         "The memory budget is not a size.",
-        got=got,
+        got=f"memory={size!r}",
         expected='bytes above zero as an int, or a string such as "6GiB" or "800MB"',
-        next='fullbatch.Step(loss_fn, model, batch, memory="6GiB")',
+        next=f"memory=int({size!r})" if whole else 'fullbatch.Step(loss_fn, model, batch, memory="6GiB")',
     )
 
 

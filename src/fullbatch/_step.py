@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,16 +15,28 @@ import torch
 from fullbatch._capture._frontend import Frontend
 from fullbatch._capture._modules import traceable
 from fullbatch._captured import Captured, Request
-from fullbatch._errors import BatchError, CaptureError, FullbatchError, LossError, ModelError, VerifyError
+from fullbatch._errors import (
+    BatchError,
+    CaptureError,
+    FullbatchError,
+    LossError,
+    MemorySizeError,
+    ModelError,
+    PlanError,
+    VerifyError,
+    check_all,
+)
 from fullbatch._hooks import refuse_hooks
 from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._memory._owned import owned_bytes
+from fullbatch._memory._total import total_bytes
 from fullbatch._plan._plan import Plan
 from fullbatch._replay import Draws
 from fullbatch._run._commit import Pending, commit, restore_generator, save_generator
 from fullbatch._run._executor import Executor
-from fullbatch._size import parse_bytes
-from fullbatch._tree import BatchShape, check_devices, find_batch, leaves, modules, named_tensors, returned
+from fullbatch._run._inductor import check_compiler
+from fullbatch._size import format_bytes, parse_bytes
+from fullbatch._tree import BatchShape, check_devices, find_batch, leaves, named_tensors, returned
 from fullbatch._verify import Certificate, LastBatch, verify
 
 
@@ -64,10 +77,18 @@ class Step:
         optimizer: counted in the budget with the state that it has or will have.
         batch_dims: which dimension of each tensor carries the batch, where the leading one is not it: a nest like the
             batch, of dimensions and None.
+        plan: a plan, or the path of one that `step.plan.save` wrote, to use instead of planning. It must be for this
+            step; its operators are measured again here. Where neither `memory` nor `microbatch` is given, the plan's
+            own budget holds (no more than what is free), or where it has none its microbatch. Another shape of the
+            batch at a later call is planned for anew.
+        compile: TorchInductor compiles groups of pointwise operators, normalisations and reductions into one kernel
+            each, within the same budget: a group that would not keep it stays as it is. The first call then runs the
+            step once more, and takes seconds for each distinct group. Results are equal to rounding, not to the bit.
+            On the CPU this needs a C++ compiler.
 
     Raises:
-        FullbatchError: BatchError, ModelError, LossError, CaptureError, BudgetError or MemorySizeError, at once, before
-            anything has run.
+        FullbatchError: BatchError, ModelError, LossError, CaptureError, BudgetError, MemorySizeError, PlanError or
+            CompileError (no C++ compiler), at once, before anything has run.
     """
 
     _measures = True  # operators are run alone for their exact bytes; `explain` runs nothing
@@ -82,18 +103,27 @@ class Step:
         microbatch: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         batch_dims: Any = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        compile: bool = False,
     ) -> None:
         self._loss_fn, self._model, self._optimizer, self._batch_dims = loss_fn, model, optimizer, batch_dims
-        self._memory = None if memory is None else parse_bytes(memory)
         self._microbatch = microbatch
-        modules(model)
-        _check_callable(loss_fn, optimizer)
-        self._device = check_devices(model)
+        self._saved: Plan | None = None
+        check_all(
+            lambda: check_devices(model),
+            lambda: _check_callable(loss_fn, optimizer),
+            lambda: _check_memory(memory, model),
+            lambda: _check_microbatch(microbatch, find_batch(batch, batch_dims).size),
+            lambda: setattr(self, "_saved", _given(plan)),
+        )
+        self._memory = None if memory is None else parse_bytes(memory)
+        self._device, self._compile = check_devices(model), compile
+        if compile:
+            check_compiler(self._device)
         self._frontend = Frontend(loss_fn, self._on_graph)
         self._call: _Call | None = None
         self._warned = False
         self._changes: list[str] = []
-        _check_microbatch(microbatch, find_batch(batch, batch_dims).size, example=True)
         self._plan = self._prepare(batch)
         self._last = LastBatch(batch)
 
@@ -130,7 +160,8 @@ class Step:
         return verify(self._twin_step, self._loss_fn, self._model, batch, shape, self._plan.microbatch, dtype, need)
 
     def _twin_step(self, model: Any, batch: Any, microbatch: int) -> Step:
-        return Step(self._loss_fn, model, batch, microbatch=microbatch, batch_dims=self._batch_dims)
+        settings: dict[str, Any] = {"batch_dims": self._batch_dims, "compile": self._compile}
+        return Step(self._loss_fn, model, batch, microbatch=microbatch, **settings)
 
     def _call_with(self, batch: Any, draws: Draws) -> Any:
         """One step that records what its random operators draw."""
@@ -138,7 +169,7 @@ class Step:
         call.drawn = draws.record
         result = self._finish(batch, call)
         assert call.captured is not None
-        draws.join(call.captured.program, self._plan.schedule.samples)
+        draws.join(call.captured.side(self._plan.microbatch).program, self._plan.schedule.samples)
         return result
 
     def _finish(self, batch: Any, call: _Call) -> Any:
@@ -191,7 +222,7 @@ class Step:
         return result
 
     def _on_graph(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
-        captured = Captured(graph, measure=self._measures)
+        captured = Captured(graph, measure=self._measures, compile=self._compile)
         alive = weakref.ref(self)  # what Dynamo holds must not hold the step, and with it the model
 
         def run(*inputs: torch.Tensor) -> Any:
@@ -222,15 +253,20 @@ class Step:
             named_tensors(self._model, "buffers").values(), call.leaves, self._optimizer,
         ).total  # fmt: skip
         budget, note = self._memory, ""
-        if budget is None and self._microbatch is None:
+        microbatch = self._microbatch
+        saved = self._saved
+        if saved is not None and budget is None and microbatch is None and saved.budget is None:
+            microbatch = saved.microbatch
+        elif budget is None and microbatch is None:
             if captured.free_budget is None:  # found once a capture: what is free moves with every step
                 captured.free_budget = free_bytes(self._device) + owned
             budget = captured.free_budget
             note = f"budget: what is free now plus what the step owns, less a reserve of {RESERVE:.0%}"
-        microbatch = self._microbatch
+            if saved is not None and saved.budget is not None and saved.budget <= budget:
+                budget, note = saved.budget, "budget: that of the plan that was given"
         if microbatch is not None:
             microbatch = min(microbatch, call.shape.size)
-        return captured.plan(Request(budget, microbatch, owned, note))
+        return captured.plan(Request(budget, microbatch, owned, note, saved, must_fit=call.only_plan))
 
     def _note_change(self, batch: Any, moved: Any) -> None:
         """A value that changes at every call makes every call a capture: say so, once, by name."""
@@ -259,7 +295,37 @@ def _check_callable(loss_fn: Any, optimizer: Any) -> None:
         )  # fmt: skip
 
 
-def _check_microbatch(microbatch: int | None, size: int, example: bool) -> None:
+def _check_memory(memory: int | str | None, model: Any) -> None:
+    if memory is None:
+        return
+    asked = parse_bytes(memory)
+    try:
+        device = check_devices(model)
+    except ModelError:  # said by another check
+        return
+    total = total_bytes(device)
+    if total is not None and asked > total:
+        free = free_bytes(device)
+        raise MemorySizeError.of(
+            "The memory budget is more than the device has.",
+            got=f"memory={memory!r}: {asked:,} bytes ({format_bytes(asked)})",
+            expected=f"at most the {total:,} bytes ({format_bytes(total)}) of {device}",
+            next=f"memory={free}, what is free now less a reserve of {RESERVE:.0%}, or no memory= for the same",
+        )
+
+
+def _given(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, (str, os.PathLike)):
+        return Plan.load(plan)
+    raise PlanError.of(
+        "plan= is no plan.", got=f"{type(plan).__name__}: {plan!r:.80}",
+        expected="a fullbatch.Plan, or the path of a file that plan.save wrote", next='plan="plan.json"',
+    )  # fmt: skip
+
+
+def _check_microbatch(microbatch: int | None, size: int) -> None:
     if microbatch is None:
         return
     if isinstance(microbatch, bool) or not isinstance(microbatch, int) or not 1 <= microbatch <= size:

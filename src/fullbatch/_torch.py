@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import fx
 from torch._dynamo.variables import misc
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx  # traces a function of plain operators into a graph
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -186,8 +187,8 @@ def why_recaptured(code: CodeType, scope: dict[str, Any]) -> list[str]:
 
 def dynamo_source(placeholder: fx.Node) -> str:
     """Where Dynamo found a graph input, as a Python expression such as L['model'].weight."""
-    arg = placeholder.meta.get("grapharg")
-    return str(getattr(getattr(arg, "source", None), "name", "") or placeholder.name)
+    source = getattr(placeholder, "_dynamo_source", None)  # what it took the tensor from; the node's name is mangled
+    return str(getattr(source, "name", "") or placeholder.name)
 
 
 def fake_mode() -> FakeTensorMode:
@@ -237,6 +238,18 @@ def loss_decompositions() -> dict[Any, Any]:
             aten.index_add, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.margin_ranking_loss,
         ]
     )  # fmt: skip
+
+
+def compiled(fn: Callable[..., list[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """A function of tensors of fixed forms, compiled by TorchInductor for exactly these; nothing is guarded.
+
+    Not torch.compile, which enters through Dynamo: its guards cost as much at every call as several small operators,
+    and this package's own capture is at work around each run.
+    """
+    import torch._inductor  # takes a second, and only compile=True needs it
+
+    graph = make_fx(fn, tracing_mode="fake")(*inputs)
+    return torch._inductor.compile(graph, list(inputs))  # type: ignore[no-any-return]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

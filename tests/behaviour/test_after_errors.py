@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 import fullbatch
 from behaviour.support import make, pair
 from cases.reference import training_flags
+from fullbatch._ir import Kernel
+from fullbatch._plan._schedule import Do
+from fullbatch._run._executor import Executor
 
 
 class Model(nn.Module):
@@ -76,23 +80,28 @@ class Broken(Exception):
     pass
 
 
-def fail_at(step: fullbatch.Step, batch: Any, at: int, error: BaseException) -> None:
-    """The step's executor raises `error` in place of action `at`."""
+def fail_at(step: fullbatch.Step, batch: Any, part: float, error: BaseException) -> None:
+    """The step's executor raises `error`, once, in place of one of the operators that it runs: the first at 0."""
     call = step._start(batch, only_plan=True)
     with pytest.raises(Exception, match=r"^$"):  # leaves once it is planned
         step._invoke(batch, call)
     _, executor = step._plan_for(call.captured, call)
-    kept = executor._steps[at]
+    program, schedule = executor.program, executor.schedule
+    by_id = program.by_id
+    runs = sum(1 for action in schedule.walk() if action.do is Do.RUN and by_id[action.subject].kernel is not None)
+    left = [int(part * (runs - 1))]
 
-    def broken(env: Any) -> None:
-        executor._steps[at] = kept
-        raise error
+    def breaking(kernel: Kernel) -> Kernel:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise error
+            return kernel.fn(*args, **kwargs)
 
-    executor._steps[at] = broken
+        return replace(kernel, fn=run)
 
-
-def actions(step: fullbatch.Step) -> int:
-    return len(step.plan.schedule.actions)
+    tasks = [task if task.kernel is None else replace(task, kernel=breaking(task.kernel)) for task in program.tasks]
+    vars(executor).update(vars(Executor(replace(program, tasks=tasks), schedule)))
 
 
 @pytest.mark.parametrize("part", [0.0, 0.4, 0.8, 1.0], ids=lambda p: f"at {p:.0%}")
@@ -103,9 +112,10 @@ def test_in_the_middle_of_a_run(prepared: tuple[Model, fullbatch.Step], part: fl
     for p, q in zip(twin.parameters(), model.parameters(), strict=True):  # deepcopy leaves gradients behind
         p.grad = None if q.grad is None else q.grad.clone()
     before = state(model)
-    fail_at(step, pair(), int(part * (actions(step) - 1)), error)
-    with pytest.raises(type(error)):
+    fail_at(step, pair(), part, error)
+    with pytest.raises(type(error)) as caught:
         step(pair())
+    assert caught.value is error
     assert_same(before, state(model))
     step(pair())
     # The same seed and the same state: what a step that never failed would have done.

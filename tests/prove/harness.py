@@ -18,9 +18,9 @@ from torch import fx
 from fullbatch import Step
 from fullbatch._captured import Captured
 from fullbatch._ir import Kind
-from fullbatch._plan._keep import choose_keep
-from fullbatch._plan._schedule import ALL, Do, Keep, make_schedule
-from fullbatch._run._executor import Executor, cut
+from fullbatch._plan._schedule import Do
+from fullbatch._run._interpreter import Interpreter
+from fullbatch._run._slices import cut
 
 
 class _Recorder(fx.Interpreter):
@@ -45,15 +45,13 @@ def differences(captured: Any, inputs: Sequence[torch.Tensor], microbatch: int, 
     program, joint = captured.program, captured.joint
     truth = _Recorder(joint.module, joint.graph).run_on({node: inputs[at] for node, at in joint.placeholders.items()})
     floor = 1e-6 * _scale(truth)
-    schedule = make_schedule(program, captured.stages, Keep(choose_keep(program, 0.0)), microbatch)
-    executor = Executor(program, schedule)
+    schedule = captured._split.hold_all(microbatch).schedule
+    interpreter = Interpreter(program, schedule)
     found: list[str] = []
-    env: dict[Any, Any] = {(value, ALL): inputs[at] for at, value in program.inputs.items()}
-    executor._seed, executor._drawn = 0, None
-    bounds = executor._bounds
+    walk = interpreter.begin({at: inputs[at] for at in program.inputs}, seed=0)
     with torch.no_grad():
-        for action, step in zip(schedule.actions, executor._steps, strict=True):
-            step(env)
+        for action in schedule.walk():
+            walk.take(action)
             if action.do is not Do.RUN:
                 continue
             task = program.by_id[action.subject]
@@ -64,14 +62,14 @@ def differences(captured: Any, inputs: Sequence[torch.Tensor], microbatch: int, 
                 expected = _named(truth, item.name)
                 if expected is None:
                     continue
-                slot = (out, action.microbatch if item.local else ALL)
+                slot = walk.slot(out, action.microbatch)
                 if item.layout is not None:
-                    begin, end = bounds[action.microbatch]
+                    begin, end = interpreter.ranges[action.microbatch]
                     expected = cut(expected, item.layout, begin, end, program.batch)
                 if task.random:
-                    env[slot] = expected
+                    walk.live[slot] = expected
                     continue
-                error = _error(env[slot], expected, floor)
+                error = _error(walk.live[slot], expected, floor)
                 if not error <= tolerance:
                     found.append(f"{item.name} ({task.kind.value} {task.origin}): {error:.2e}")
     return list(dict.fromkeys(found))

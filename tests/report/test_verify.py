@@ -12,7 +12,8 @@ from torch import nn
 
 import fullbatch
 from cases.reference import buffers_of, grads_of
-from fullbatch._run import _executor
+from fullbatch._plan._schedule import Do, Phase, Schedule
+from fullbatch._run._executor import Executor
 
 
 def _net() -> nn.Module:
@@ -66,13 +67,16 @@ def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Summing a microbatch too little must show, with the parameter that differs most."""
     model, batch = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (torch.randn(6, 4), torch.randn(6, 3))
     step = fullbatch.Step(lambda m, b: F.mse_loss(m(b[0]), b[1]), model, batch, microbatch=2)
-    original = _executor.Executor._reduce
 
-    def forgets(self: Any, task: Any, microbatch: int, source: Any) -> Any:
-        run = original(self, task, microbatch, source)
-        return (lambda env: None) if microbatch == 1 else run
+    def forgets(program: Any, schedule: Schedule, **settings: Any) -> Executor:
+        """The summands of the last microbatch are left out."""
+        phases = [
+            Phase(phase.once, phase.body, tuple(action for action in phase.last if action.do is not Do.REDUCE))
+            for phase in schedule.phases
+        ]
+        return Executor(program, Schedule(tuple(phases), schedule.samples), **settings)
 
-    monkeypatch.setattr(_executor.Executor, "_reduce", forgets)
+    monkeypatch.setattr("fullbatch._captured.Executor", forgets)
     found = step.verify(batch)
     assert not found.ok
     assert found.gradient_error > 1e-2

@@ -15,12 +15,11 @@ import torch
 from rich.table import Table
 
 from fullbatch._captured import Captured
-from fullbatch._cost._costs import Coster, estimated
+from fullbatch._cost._costs import Coster
 from fullbatch._ir import Origin, Program
 from fullbatch._memory._free import free_bytes
 from fullbatch._memory._owned import Owned, owned_bytes
-from fullbatch._plan._keep import choose_keep
-from fullbatch._plan._schedule import Do, Keep, Schedule, make_schedule
+from fullbatch._plan._schedule import Do, Schedule
 from fullbatch._printed import Printed
 from fullbatch._size import format_bytes
 from fullbatch._step import Step
@@ -98,11 +97,12 @@ def explain(
     parameters, buffers = (named_tensors(model, which).values() for which in ("parameters", "buffers"))
     device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     owned = owned_bytes(device, parameters, buffers, tensors, optimizer)
-    program, stages = step.captured.program, step.captured.stages
-    schedule = make_schedule(program, stages, Keep(choose_keep(program, 0.0)), program.batch)
+    side = step.captured.side(step.captured.program.batch)
+    program = side.program
+    schedule = side.hold_all(program.batch).schedule
     largest = max((value.nbytes(None, program.batch) for value in program.values), default=0)
-    measured = step.captured.measured(program.batch) if 8 * largest < free_bytes(device) else None
-    return _at_peak(program, schedule, owned, measured or estimated(program), measured is not None)
+    measured = side.exact(program.batch) if 8 * largest < free_bytes(device) else None
+    return _at_peak(program, schedule, owned, measured or side.estimate, measured is not None)
 
 
 @dataclass

@@ -1,10 +1,8 @@
-"""Chooses the microbatch and what is held, so that the peak fits and the time is least.
+"""Chooses the program, the microbatch and what is held, so that the peak fits and the time is least.
 
-First without recomputation: the largest microbatch at which everything may be held. Where none fits, the cut program
-(`_cut`) says what to hold for a limit on held bytes, and the limit is lowered until the simulated peak fits. Where what
-is held over near barriers stands in the way, the values that are cheapest to make again for their bytes are dropped at
-the peak (`_relieve`), one peak after another. Estimates choose; the exact costs of the chosen schedule's operators
-decide, and where these are larger the search is repeated with that much less room.
+Where the whole batch fits at once it runs as it is. Else microbatches as large as fit without running anything again;
+else, at a few microbatch sizes, what is held is chosen (`_side`). A single sample, or a microbatch that the user sets
+to the whole batch, has only its own operators to run again. The plan that is fastest by estimate is walked exactly.
 """
 
 from __future__ import annotations
@@ -12,33 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fullbatch._cost._costs import Coster, estimated
 from fullbatch._errors import BudgetError, Fault
-from fullbatch._ir import Kind, Program
-from fullbatch._plan._cut import Cut, CutProblem
-from fullbatch._plan._keep import choose_keep, own_cost
-from fullbatch._plan._schedule import Keep, Schedule, make_schedule
-from fullbatch._plan._simulate import Simulated, live_at, simulate
+from fullbatch._ir import Program
+from fullbatch._plan._schedule import Schedule
+from fullbatch._plan._side import LAUNCH, Candidate, Side
+from fullbatch._plan._simulate import Simulated, simulate
 from fullbatch._plan._stages import Stages
 from fullbatch._size import format_bytes
 
-# Shares of all that could be held, tried from the top until the peak fits.
-_LIMITS = (0.9, 0.7, 0.55, 0.45, 0.37, 0.3, 0.24, 0.19, 0.15, 0.11, 0.08, 0.05, 0.02, 0.0)
+# A larger microbatch is preferred to a smaller one that leaves less than this share of the room more to hold.
+_NEARLY = 0.95
 
-# Shares at which holding is relieved at the peaks.
-_RELIEVED = (0.3, 0.19, 0.11, 0.05)
+# With fewer samples than this the whole batch at once may be better than the few ways to split it.
+_FEW = 4
 
-# Prices of a byte held from forward to backward within a stage, in bytes moved to make it again.
-_WITHIN = (3.0, 10.0, 30.0, 60.0, 120.0, 250.0, 500.0, 1000.0, 4000.0)
+# Times that the room is lowered in search of the least that is enough.
+_SHRINKS = 12
 
-# Numbers of microbatches worth trying where each must hold something for all; a small one makes what is at work small.
-_COUNTS = (4, 8, 16, 2, 32)
+# Below this many tasks the least room is searched for to the byte.
+_SMALL = 600
 
-# Starting an operator costs about as much as moving this many bytes; it is what makes many tiny microbatches slow.
-_OVERHEAD = 40_000
-
-# Peaks that are relieved before a candidate is given up.
-_PEAKS = 20
+# A search that is better by less than this share of the step's time is the last.
+_BETTER = 0.01
 
 # A plan within this share of the least time that any could take is not searched further.
 _CLOSE = 0.02
@@ -46,250 +39,154 @@ _CLOSE = 0.02
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule, what it costs, and whether its bytes were measured.
+    """A schedule of `program`, what it costs, and whether its bytes were measured.
 
-    `overhead` is the time over the schedule that holds all, `bound` the least overhead of any schedule at this room,
-    both as shares of the step's time, and estimates.
+    `overhead` is the time over the plain step's, `bound` the least overhead of any schedule at this room, both as
+    shares of the plain step's time, and estimates. `whole`: the batch runs as one microbatch, by the captured graph.
     """
 
+    program: Program
+    stages: Stages
     schedule: Schedule
     simulated: Simulated
     size: int
     exact: bool
     overhead: float
     bound: float
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    keep: Keep
-    size: int
-    schedule: Schedule
-    simulated: Simulated
-
-    @property
-    def time(self) -> float:
-        return self.simulated.time + _OVERHEAD * self.schedule.count_runs()
+    whole: bool
 
 
 class Planner:
-    """Plans one program. `measure` gives exact costs for microbatches of the given sizes, or None where it cannot."""
+    """Plans one captured step: `split` into microbatches, or `whole`."""
 
-    def __init__(self, program: Program, stages: Stages, measure: Callable[[frozenset[int]], Coster | None]) -> None:
-        self._program, self._stages, self._measure = program, stages, measure
-        self._estimate = estimated(program)
-        self._problem = CutProblem(program, stages)
-        self._solved: dict[float, Cut | None] = {}
-        self._prices: dict[float, frozenset[int]] = {}
-        self._step = max(sum(own_cost(task, program) for task in program.tasks), 1.0)
-        self._plain: int | None = None
-        self._extra: dict[int, int] = {}  # bytes over the estimate, by microbatch size, as they were measured
+    def __init__(self, split: Side, whole: Side) -> None:
+        self._split, self._whole = split, whole
+        self._batch = whole.program.batch
+        self._plain = whole.work + LAUNCH * whole.hold_all(self._batch).schedule.count_runs()
+        self._bounds: dict[int, float] = {}
+        self._least: dict[int | None, Choice] = {}
 
     def choose(self, room: int | None, microbatch: int | None, owned: int) -> Choice:
         """The fastest schedule found whose peak above `owned` is at most `room` bytes (None: no limit)."""
         if room is None:
-            return self._exact(self._hold_all(microbatch or self._program.batch), None)
-        smallest: Choice | None = None
-        for _ in range(8):
-            best, least = self._search(room, microbatch)
-            chosen = best or least
-            choice = self._exact(chosen, room)
-            if choice.simulated.peak <= room:
-                return choice
-            if smallest is None or choice.simulated.peak < smallest.simulated.peak:
-                smallest = choice
-            if best is None:
-                break
-            # What operators allocate inside themselves is not in the estimate: now it is known at this size.
-            extra = choice.simulated.peak - chosen.simulated.peak
-            self._extra[chosen.size] = max(extra, self._extra.get(chosen.size, 0) + room // 500)
-        assert smallest is not None
-        smallest = self._smallest(smallest, microbatch)
+            size = microbatch or self._batch
+            return self._exact(self._side(size).hold_all(size), None)
+        found = self._search(room, microbatch)
+        if found is not None:
+            return found
+        smallest = self._smallest(microbatch)
         if smallest.simulated.peak <= room:
             return smallest
         raise self._too_small(smallest, owned + room, owned)
 
+    def _search(self, room: int, microbatch: int | None) -> Choice | None:
+        """The fastest choice that fits, of all searches that are worth making."""
+        fits: list[Choice] = []
+        for candidates in self._searches(room, microbatch, fits):
+            found = [choice for c in candidates if (choice := self._exact(c, room)).simulated.peak <= room]
+            best = min((choice.overhead for choice in fits), default=float("inf"))
+            fits.extend(found)
+            if best < float("inf") and not any(choice.overhead < best - _BETTER for choice in found):
+                break  # another size brings nothing any more
+            if any(choice.overhead - choice.bound <= _CLOSE for choice in found):
+                break
+        return min(fits, key=lambda choice: choice.overhead, default=None)
+
     def plain_peak(self) -> int:
         """Bytes that the whole batch at once allocates, by estimate."""
-        if self._plain is None:
-            self._plain = self._hold_all(self._program.batch).simulated.peak
-        return self._plain
+        return self._whole.hold_all(self._batch).peak
 
-    # ---- search by estimate
+    def _side(self, size: int) -> Side:
+        return self._whole if size == self._batch else self._split
 
-    def _search(self, room: int, microbatch: int | None) -> tuple[_Candidate | None, _Candidate]:
-        """The fastest candidate that fits, and the one with the least peak of all that were tried."""
-        tried: list[_Candidate] = []
-        fits: list[_Candidate] = []
-        for candidate in self._candidates(room, microbatch):
-            tried.append(candidate)
-            if self._peak(candidate) <= room:
-                fits.append(candidate)
-                if self._overhead(candidate.simulated) - self._bound(room) <= _CLOSE:
-                    break
-        best = min(fits, key=lambda c: c.time, default=None)
-        return best, min(tried, key=self._peak)
+    # ---- search
 
-    def _peak(self, candidate: _Candidate) -> int:
-        """The estimated peak, with what operators were measured to allocate inside, in proportion to the microbatch."""
-        known = self._extra.get(candidate.size)
-        if known is None:
-            known = max((extra * candidate.size // size for size, extra in self._extra.items()), default=0)
-        return candidate.simulated.peak + known
-
-    def _candidates(self, room: int, microbatch: int | None) -> Iterator[_Candidate]:
-        batch = self._program.batch
-        sizes = [microbatch] if microbatch is not None else microbatch_sizes(batch)
-        held = self._largest_that_fits(sizes, room)
-        yield held
-        if self._peak(held) <= room and (not self._problem.across or held.size == sizes[0]):
+    def _searches(self, room: int, microbatch: int | None, fits: list[Choice]) -> Iterator[list[Candidate]]:
+        """Candidates of one program at one size, the most promising first, search by search. `fits`: found so far."""
+        if microbatch is not None:
+            yield self._fitting(self._side(microbatch), microbatch, room)
             return
-        if not self._problem.across:
-            yield from self._limits(sizes[-1], room)
-            # The cut does not care which of equal values it holds; a price spreads them, so that segments are short.
-            for price in _WITHIN:
-                keep = Keep(frozenset(), within=self._held_by_price(price))
-                yield self._candidate(keep, sizes[-1])
+        whole = self._whole.hold_all(self._batch)
+        if whole.peak <= room:
+            cost = self._whole.costs(self._batch, room)
+            yield [self._whole.hold_all(self._batch, cost)]
+        if self._batch > 1:
+            yield from self._split_searches(room)
+        if self._batch < _FEW or not fits:
+            yield self._fitting(self._whole, self._batch, room)
+
+    def _split_searches(self, room: int) -> Iterator[list[Candidate]]:
+        sizes = [size for size in microbatch_sizes(self._batch) if size < self._batch]
+        split = self._split
+        if not split.across:
+            for size in _by_bisection(sizes, lambda size: split.hold_all(size).peak <= room):
+                if size == sizes[-1]:
+                    yield self._fitting(split, size, room)
+                else:
+                    yield [split.hold_all(size, split.costs(size, room))]
             return
-        tries = sizes if microbatch is not None else list(dict.fromkeys(-(-batch // count) for count in _COUNTS))
-        for size in [*tries, *sizes[-1:]]:
-            yield from self._limits(size, room)
-            found = False
-            for limit in _RELIEVED:
-                cut = self._cut(limit)
-                if cut is not None:
-                    for candidate in self._relieve(self._candidate(Keep(cut.held), size), room):
-                        yield candidate
-                        found = found or self._peak(candidate) <= room
-            if found:
-                return
+        # A smaller microbatch has less at work and leaves more to hold: the largest that leaves nearly as much is first.
+        most = split.headroom(1, room)
+        first = next(at for at, size in enumerate(sizes) if size == 1 or split.headroom(size, room) >= _NEARLY * most)
+        for size in dict.fromkeys([*sizes[first : first + 3 : 2], 1]):
+            yield self._fitting(split, size, room)
 
-    def _largest_that_fits(self, sizes: list[int], room: int) -> _Candidate:
-        low, high = 0, len(sizes) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self._peak(self._hold_all(sizes[middle])) <= room:
-                high = middle
-            else:
-                low = middle + 1
-        return self._hold_all(sizes[low])
+    def _fitting(self, side: Side, size: int, room: int) -> list[Candidate]:
+        """The fastest candidates that fit by the costs they were planned with; else the one with least peak."""
+        tried = side.fit(size, room, side.costs(size, room))
+        fits = sorted((c for c in tried if c.peak <= room), key=lambda c: c.time)
+        return fits[:2] or [min(tried, key=lambda c: c.peak)]
 
-    def _limits(self, size: int, room: int) -> Iterator[_Candidate]:
-        """Candidates for falling limits on held bytes until one fits, then one between it and the last that did not."""
-        above = 1.0
-        previous: frozenset[int] | None = None
-        for limit in _LIMITS:
-            cut = self._cut(limit)
-            if cut is None or cut.held == previous:
-                continue
-            previous = cut.held
-            candidate = self._with(cut, size)
-            yield candidate
-            if self._peak(candidate) <= room:
-                between = self._cut(round((above + limit) / 2, 4))
-                if between is not None and between.held != cut.held:
-                    yield self._with(between, size)
-                return
-            above = limit
-
-    def _relieve(self, candidate: _Candidate, room: int) -> Iterator[_Candidate]:
-        """Drops, at each peak, what is cheapest to make again for the bytes it frees, until the peak fits."""
-        lowest, stuck = candidate.simulated.peak, 0
-        for _ in range(_PEAKS):
-            excess = self._peak(candidate) - room
-            if excess <= 0 or stuck > 3:
-                return
-            held = live_at(self._program, candidate.schedule, self._estimate, candidate.simulated.position)
-            again = self._again(candidate.keep)
-            droppable = [v for v, size in held.items() if size and v in again and v not in candidate.keep.dropped]
-            droppable.sort(key=lambda v: again[v] / held[v])
-            chosen: set[int] = set()
-            for value in droppable:
-                chosen.add(value)
-                excess -= held[value]
-                if excess <= 0:
-                    break
-            if not chosen:
-                return
-            keep = Keep(candidate.keep.across - chosen, candidate.keep.dropped | chosen)
-            candidate = self._candidate(keep, candidate.size)
-            yield candidate
-            stuck = 0 if candidate.simulated.peak < lowest else stuck + 1
-            lowest = min(lowest, candidate.simulated.peak)
-
-    def _again(self, keep: Keep) -> dict[int, float]:
-        """What making each local value once more costs, where all that is not dropped is there."""
-        again: dict[int, float] = {}
-        for task in self._program.tasks:
-            if task.kind is not Kind.LOCAL:
-                continue
-            cost = own_cost(task, self._program)
-            cost += sum(again.get(value, 0.0) for value in task.inputs if value in keep.dropped)
-            again.update((out, cost) for out in task.outputs if out is not None)
-        return again
-
-    def _cut(self, limit: float) -> Cut | None:
-        if limit not in self._solved:
-            self._solved[limit] = self._problem.solve(limit * self._problem.total)
-        return self._solved[limit]
-
-    def _with(self, cut: Cut, size: int) -> _Candidate:
-        keep = Keep(cut.held) if self._problem.across else Keep(frozenset(), within=cut.held)
-        return self._candidate(keep, size)
-
-    def _hold_all(self, size: int) -> _Candidate:
-        return self._candidate(Keep(self._held_by_price(0.0)), size)
-
-    def _held_by_price(self, price: float) -> frozenset[int]:
-        if price not in self._prices:
-            self._prices[price] = choose_keep(self._program, price)
-        return self._prices[price]
-
-    def _candidate(self, keep: Keep, size: int) -> _Candidate:
-        schedule = make_schedule(self._program, self._stages, keep, size)
-        return _Candidate(keep, size, schedule, simulate(self._program, schedule, self._estimate))
-
-    # ---- exact costs
-
-    def _exact(self, candidate: _Candidate, room: int | None) -> Choice:
-        cost = self._measure(frozenset(candidate.schedule.samples))
-        exact = simulate(self._program, candidate.schedule, cost) if cost is not None else candidate.simulated
-        bound = 0.0 if room is None else self._bound(room)
-        overhead = self._overhead(candidate.simulated)
-        return Choice(candidate.schedule, exact, candidate.size, cost is not None, overhead, min(bound, overhead))
-
-    def _smallest(self, found: Choice, microbatch: int | None) -> Choice:
-        """The least peak of all: one sample at a time, and every way to hold little."""
-        size = microbatch or 1
-        if self._problem.across:
-            everything = frozenset(range(len(self._program.values)))
-            ways = [Keep(cut.held) for cut in self._few()]
-            ways += [Keep(cut.held, everything - cut.held) for cut in self._few()]
-        else:
-            ways = [Keep(frozenset(), within=cut.held) for cut in self._few()]
-            ways += [Keep(frozenset(), within=self._held_by_price(price)) for price in _WITHIN]
-        candidates = sorted((self._candidate(keep, size) for keep in ways), key=lambda c: c.simulated.peak)
-        choices = [found, *(self._exact(candidate, None) for candidate in candidates[:4])]
-        return min(choices, key=lambda choice: choice.simulated.peak)
-
-    def _few(self) -> list[Cut]:
-        return [cut for limit in (0.3, 0.19, 0.11, 0.05, 0.0) if (cut := self._cut(limit)) is not None]
-
-    def _overhead(self, simulated: Simulated) -> float:
-        return max(0.0, simulated.time / self._step - 1)
+    def _exact(self, candidate: Candidate, room: int | None) -> Choice:
+        side = candidate.side
+        cost = side.costs(candidate.size, room)
+        simulated = simulate(side.program, candidate.schedule, cost)
+        overhead = max(0.0, candidate.time / self._plain - 1)
+        bound = 0.0 if room is None or overhead <= _CLOSE else min(overhead, self._bound(room))
+        return Choice(
+            side.program, side.stages, candidate.schedule, simulated, candidate.size, cost is not side.estimate,
+            overhead, bound, side is self._whole,
+        )  # fmt: skip
 
     def _bound(self, room: int) -> float:
-        """The least recomputation that this room allows, as a share of the step's time."""
-        total = max(self._problem.total, 1)
-        # Within a stage one sample at a time is held, so that a batch of them has that much more room.
-        share = room / total * (1 if self._problem.across else self._program.batch)
-        cut = self._cut(min(1.0, share))
-        return 0.0 if cut is None else cut.bound / self._step
+        """The least overhead that this room allows, in either program."""
+        if room not in self._bounds:
+            least = min(
+                side.bound(room) for side in ((self._whole, self._split) if self._batch > 1 else (self._whole,))
+            )
+            self._bounds[room] = max(0.0, least / self._plain - 1)
+        return self._bounds[room]
+
+    # ---- what does not fit
+
+    def _smallest(self, microbatch: int | None) -> Choice:
+        """The least peak that is found, whatever the room: little held, in small microbatches, with ever less room."""
+        if microbatch not in self._least:
+            sizes = [microbatch] if microbatch else [1] if self._batch >= _FEW else [1, self._batch]
+            found = [self._least_at(self._side(size), size) for size in dict.fromkeys(sizes)]
+            least = min(found, key=lambda choice: choice.simulated.peak)
+            for _ in range(_SHRINKS if len(self._whole.program.tasks) < _SMALL else 1):
+                closer = self._search(least.simulated.peak - 1, microbatch)
+                if closer is None:
+                    break
+                least = closer
+            self._least[microbatch] = least
+        return self._least[microbatch]
+
+    def _least_at(self, side: Side, size: int) -> Choice:
+        cost = side.costs(size, None)
+        lowest = min((side.hold_nothing(size, cost), side.hold_all(size, cost)), key=lambda c: c.peak)
+        for _ in range(_SHRINKS):
+            closer = min(side.fit(size, int(0.85 * lowest.peak), cost), key=lambda c: c.peak)
+            if closer.peak >= lowest.peak:
+                break
+            lowest = closer
+        return self._exact(lowest, None)
 
     def _too_small(self, best: Choice, budget: int, owned: int) -> BudgetError:
         smallest = owned + best.simulated.peak
         action = best.simulated.at
-        by_id = self._program.by_id
+        by_id = best.program.by_id
         known = action is not None and action.subject in by_id
         at = f"; its peak is at {by_id[action.subject].origin}" if action is not None and known else ""
         return BudgetError(
@@ -306,6 +203,18 @@ class Planner:
             ),
             smallest=smallest,
         )
+
+
+def _by_bisection(sizes: list[int], fits: Callable[[int], bool]) -> list[int]:
+    """The largest size that fits, the next smaller one, and the smallest. Sizes fall."""
+    low, high = 0, len(sizes) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if fits(sizes[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return list(dict.fromkeys([sizes[low], sizes[min(low + 1, len(sizes) - 1)], sizes[-1]]))
 
 
 def microbatch_sizes(batch: int) -> list[int]:

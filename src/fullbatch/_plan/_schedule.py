@@ -7,7 +7,7 @@ the device and is fetched. Every microbatch does the same in a stage, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -167,66 +167,6 @@ def microbatches(batch: int, size: int) -> tuple[int, ...]:
     return (size,) * whole + ((rest,) if rest else ())
 
 
-@dataclass(frozen=True)
-class Keep:
-    """Which values are held until they are read again; the others are recomputed then.
-
-    `across` the end of the forward, for all microbatches at once; over a barrier on one side of it, likewise, but for
-    those in `dropped`; and `within` a stage, from its forward to its backward, for one microbatch (None holds all).
-    """
-
-    across: frozenset[int]
-    dropped: frozenset[int] = frozenset()
-    within: frozenset[int] | None = None
-
-
-class _Held:
-    """In which stage each local value was last there, and whether it is still there in a later one."""
-
-    def __init__(self, stages: Stages, keep: Keep, program: Program) -> None:
-        self._keep, self._last = keep, dict[int, int]()
-        self._forward_reads = last_forward_reads(program, stages)
-
-    def at(self, value: int, stage: int) -> bool:
-        """Whether `value` was made before `stage` and held until it."""
-        last = self._last.get(value)
-        if last is None or last >= stage:
-            return False
-        if value in self._keep.across:
-            return True
-        if last <= self._forward_reads.get(value, -1) < stage:
-            return False
-        return value not in self._keep.dropped
-
-    def note(self, values: Iterable[int], stage: int) -> None:
-        """These values are there in `stage`."""
-        self._last.update(dict.fromkeys(values, stage))
-
-
-def last_forward_reads(program: Program, stages: Stages) -> dict[int, int]:
-    """For each local value of the forward the last stage in which the forward itself reads it."""
-    when = dict(stages.first_run)
-    for stage, targets in enumerate(stages.targets):
-        when.update(dict.fromkeys(targets, stage))
-    reads: dict[int, int] = {}
-    for task in program.tasks:
-        if task.origin.backward or task.id not in when:
-            continue
-        for value in task.inputs:
-            reads[value] = max(reads.get(value, 0), when[task.id])
-        for out in task.outputs:
-            if out is not None:
-                reads.setdefault(out, when[task.id])
-    return reads
-
-
-def make_schedule(program: Program, stages: Stages, keep: Keep, size: int) -> Schedule:
-    """All stages in order, each for all microbatches, recomputing what is not in `keep` where it is read later."""
-    held = _Held(stages, keep, program)
-    bodies = [stage_body(program, stages, keep, held, stage) for stage in range(stages.count)]
-    return assemble(program, stages, bodies, microbatches(program.batch, size))
-
-
 def assemble(program: Program, stages: Stages, bodies: Sequence[Sequence[int]], samples: tuple[int, ...]) -> Schedule:
     """The schedule that runs these tasks in each stage, and frees every value behind its last use."""
     by_id = program.by_id
@@ -238,8 +178,8 @@ def assemble(program: Program, stages: Stages, bodies: Sequence[Sequence[int]], 
     freed = _with_frees(walk, program)
     phases = []
     for once, last in zip(freed[::2], freed[1::2], strict=True):
-        body = tuple(action for action in last if action.microbatch == EACH) if len(samples) > 1 else ()
-        phases.append(Phase(tuple(once), body, tuple(last)))
+        each = tuple(action for action in last if action.microbatch == EACH) if len(samples) > 1 else ()
+        phases.append(Phase(tuple(once), each, tuple(last)))
     return Schedule(tuple(phases), samples)
 
 
@@ -247,63 +187,7 @@ def _verb(task: Task) -> Do:
     return {Kind.GATHER: Do.GATHER, Kind.REDUCE: Do.REDUCE}.get(task.kind, Do.RUN)
 
 
-def stage_body(program: Program, stages: Stages, keep: Keep, held: _Held, stage: int) -> list[int]:
-    """Tasks of one stage for one microbatch: its own in order, each recompute just before its first reader.
-
-    A task may stand twice: for the forward, and again for the backward, where its value is not kept within the stage.
-    """
-    producers = program.producers
-    by_id = program.by_id
-    own = _needed(stages.targets[stage], by_id, producers, held, stage)
-    done: set[int] = set()
-    order: list[int] = []
-    mains = sorted(task for task in own if by_id[task].kind not in (Kind.SLICE,) and _runs_first(task, stages, stage))
-    mains += stages.targets[stage]
-    forward = sorted(task for task in mains if not by_id[task].origin.backward)
-    backward = sorted(task for task in mains if by_id[task].origin.backward)
-    _emit(forward, own, done, order, by_id, producers)
-    if keep.within is not None:
-        done = {task for task in done if not _dropped(by_id[task], keep)}
-    _emit(backward, own, done, order, by_id, producers)
-    return _targets_early(order, by_id)
-
-
-def _dropped(task: Task, keep: Keep) -> bool:
-    """Whether the backward must run this task again for what it reads."""
-    if task.kind is Kind.SLICE:
-        return True
-    outs = {out for out in task.outputs if out is not None}
-    assert keep.within is not None
-    return task.kind is Kind.LOCAL and not outs <= (keep.within | keep.across)
-
-
-def _emit(
-    mains: Sequence[int], own: set[int], done: set[int], order: list[int], by_id: dict[int, Task],
-    producers: dict[int, Task],
-) -> None:  # fmt: skip
-    """Appends `mains` to `order`, each after what it reads and is not done yet."""
-    for main in mains:
-        stack: list[tuple[int, bool]] = [(main, False)]
-        while stack:
-            task, ready = stack.pop()
-            if task in done:
-                continue
-            if ready:
-                done.add(task)
-                order.append(task)
-                continue
-            stack.append((task, True))
-            for value in reversed(by_id[task].inputs):
-                producer = producers.get(value)
-                if producer is not None and producer.id in own and producer.id not in done:
-                    stack.append((producer.id, False))
-
-
-def _runs_first(task: int, stages: Stages, stage: int) -> bool:
-    return stages.first_run.get(task, stage) == stage
-
-
-def _targets_early(order: list[int], by_id: dict[int, Task]) -> list[int]:
+def targets_early(order: list[int], by_id: dict[int, Task]) -> list[int]:
     """Moves each gather and reduce to just behind the first run of what it reads, so that summands do not pile up."""
     waiting: dict[int, list[int]] = {}
     targets = {task for task in order if by_id[task].kind in (Kind.GATHER, Kind.REDUCE)}
@@ -318,28 +202,6 @@ def _targets_early(order: list[int], by_id: dict[int, Task]) -> list[int]:
             for out in by_id[task].outputs:
                 result.extend(waiting.pop(out, ()) if out is not None else ())
     return result
-
-
-def _needed(
-    targets: Sequence[int], by_id: dict[int, Task], producers: dict[int, Task], held: _Held, stage: int
-) -> set[int]:
-    """Local tasks that must run in this stage for its targets, given what is held."""
-    needed: set[int] = set()
-    there: set[int] = set()
-    stack = [by_id[target] for target in targets]
-    while stack:
-        for value in stack.pop().inputs:
-            producer = producers.get(value)
-            if producer is None or producer.kind not in (Kind.LOCAL, Kind.SLICE) or producer.id in needed:
-                continue
-            if producer.kind is Kind.LOCAL and held.at(value, stage):
-                there.add(value)
-                continue
-            needed.add(producer.id)
-            stack.append(producer)
-    there.update(out for task in needed for out in by_id[task].outputs if out is not None)
-    held.note(there, stage)
-    return needed
 
 
 def _with_frees(walk: Sequence[Sequence[Action]], program: Program) -> list[list[Action]]:

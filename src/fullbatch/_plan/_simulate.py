@@ -27,7 +27,7 @@ class Simulated:
     position: int = 0  # of the action at which the peak is reached
 
 
-class _Ledger:
+class Ledger:
     """Live storages. A slot is (value, microbatch); several slots may show one storage."""
 
     def __init__(self) -> None:
@@ -61,16 +61,6 @@ class _Ledger:
         self.live -= self._bytes[root]
         return self._bytes[root]
 
-    def by_value(self) -> dict[int, int]:
-        """Bytes that each local value keeps alive, over all microbatches; a base counts for the first of its views."""
-        held: dict[int, int] = {}
-        seen: set[int] = set()
-        for (value, microbatch), root in self._root.items():
-            if microbatch != ALL and root not in seen:
-                seen.add(root)
-                held[value] = held.get(value, 0) + self._bytes[root]
-        return held
-
     def has(self, slot: tuple[int, int]) -> bool:
         return slot in self._root
 
@@ -89,14 +79,6 @@ def simulate(program: Program, schedule: Schedule, cost: Coster, timeline: bool 
     return Simulated(peak, at, walk.ledger.live, walk.time, tuple(track), where)
 
 
-def live_at(program: Program, schedule: Schedule, cost: Coster, position: int) -> dict[int, int]:
-    """Bytes that each local value keeps alive just before the action at `position`."""
-    walk = _Walk(program, schedule, cost)
-    for action in schedule.actions[:position]:
-        walk.take(action)
-    return walk.ledger.by_value()
-
-
 class _Walk:
     """The state of one walk over a schedule."""
 
@@ -105,7 +87,7 @@ class _Walk:
         self._tasks = program.by_id
         self._local = [value.local for value in program.values]
         self._away: dict[tuple[int, int], int] = {}
-        self.ledger, self.time = _Ledger(), 0.0
+        self.ledger, self.time = Ledger(), 0.0
 
     def take(self, action: Action) -> int:
         """Takes one action; returns the most bytes alive during it."""
@@ -131,7 +113,7 @@ class _Walk:
         return max(high, ledger.live)
 
 
-def _made(ledger: _Ledger, task: Task, action: Action, found: TaskCost, local: list[bool]) -> None:
+def _made(ledger: Ledger, task: Task, action: Action, found: TaskCost, local: list[bool]) -> None:
     for out in found.outs:
         slot = (out.value, action.microbatch if local[out.value] else ALL)
         alias = None
@@ -140,7 +122,7 @@ def _made(ledger: _Ledger, task: Task, action: Action, found: TaskCost, local: l
         ledger.add(slot, out.nbytes, alias)
 
 
-def _joined(ledger: _Ledger, task: Task, action: Action, found: TaskCost, count: int) -> int:
+def _joined(ledger: Ledger, task: Task, action: Action, found: TaskCost, count: int) -> int:
     """A gather or a reduce: the whole value is born at the first microbatch."""
     (value,) = task.outputs
     (source,) = task.inputs

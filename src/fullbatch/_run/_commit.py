@@ -15,7 +15,7 @@ import torch
 from fullbatch import _torch
 from fullbatch._axis._strides import has_dense_strides
 from fullbatch._errors import ModelError
-from fullbatch._run._executor import covers_storage
+from fullbatch._run._slices import covers_storage
 
 
 @dataclass

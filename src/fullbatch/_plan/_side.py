@@ -1,0 +1,212 @@
+"""One program of a step, and plans of it at one microbatch size: what is held so that the peak fits.
+
+A step has two programs: split into microbatches, and the whole batch as one. The search is the same for both. A linear
+program (`_relaxed`) says what to hold for a limit on held bytes at the beginning of each segment; a walk (`_profile`)
+says which bytes come on top while the segment runs; with these taken off the limits the program is solved again, until
+the peak fits and nothing is left to hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fullbatch._cost._costs import Coster, estimated
+from fullbatch._ir import Program
+from fullbatch._plan._keep import own_cost
+from fullbatch._plan._pieces import Bodies, find_segments
+from fullbatch._plan._polish import Polish
+from fullbatch._plan._profile import Profile, profile
+from fullbatch._plan._reduced import Reduced, reduce_program
+from fullbatch._plan._relaxed import HoldingProblem
+from fullbatch._plan._schedule import Schedule, assemble, microbatches, targets_early
+from fullbatch._plan._stages import Stages
+
+# Starting an operator costs about as much as moving this many bytes; it is what makes many tiny microbatches slow.
+LAUNCH = 40_000
+
+# Columns of a linear program that is solved often; above it neighbouring stages share a segment.
+_COLUMNS = 60_000
+
+# Times that limits are corrected by what the walk found.
+_ROUNDS = 5
+
+# A candidate this close to its relaxation, as a share of the step's time, is not searched further.
+_CLOSE = 0.01
+
+# Limits are set for this share of the room: what an exchange moves about is not known to the byte.
+_AIM = 0.995
+
+# Exchanges of what is held that are tried each time limits are corrected.
+_TRIALS = 12_000
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run a program: `time` in bytes moved, `peak` by the costs it was planned with."""
+
+    side: Side
+    size: int
+    held: tuple[frozenset[int], ...]
+    schedule: Schedule
+    profile: Profile
+    again: float  # cost of what is run again
+    runs: tuple[frozenset[int], ...]  # nodes that run in each segment
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any time."""
+        return self.profile.peak
+
+    @property
+    def time(self) -> float:
+        """Operators run, in bytes moved, with what starting them costs."""
+        return self.side.work + self.again + LAUNCH * self.schedule.count_runs()
+
+
+class Side:
+    """A program and its stages. `measure(sizes)` gives exact costs, or None where operators cannot be run.
+
+    `measures`: planning may run operators.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Stages,
+        measure: Callable[[frozenset[int]], Coster | None],
+        measures: bool = True,
+    ) -> None:
+        self.program, self.stages, self._measure, self._measures = program, stages, measure, measures
+        self.work = sum(own_cost(task, program) for task in program.tasks)
+        self.estimate = estimated(program)
+        self.segments = find_segments(program, stages, _COLUMNS)
+        self.reduced: Reduced = reduce_program(program, self.segments)
+        for most in (60, 30, 15):
+            if self._columns() <= _COLUMNS:
+                break
+            self.segments = find_segments(program, stages, most)
+            self.reduced = reduce_program(program, self.segments)
+        self.splits = any(value.layout is not None for value in program.values)
+        self._bodies = Bodies(program, self.segments)
+        self._problems: dict[int, HoldingProblem] = {}
+        self._whole: dict[int, Candidate] = {}
+
+    def _columns(self) -> int:
+        reduced = self.reduced
+        spans = sum(reduced.last[value] - maker.segment for value, maker in reduced.makers.items())
+        return spans + sum(node.last - node.segment for node in reduced.nodes)
+
+    @property
+    def across(self) -> bool:
+        """Whether something is held for all microbatches at once."""
+        return self.segments.across
+
+    def problem(self, size: int) -> HoldingProblem:
+        """The holding problem for microbatches of `size`."""
+        if size not in self._problems:
+            share = size / max(self.program.batch, 1)
+            scale, again = (1.0, share) if self.across else (share, 1.0)
+            self._problems[size] = HoldingProblem(self.reduced, scale, again)
+        return self._problems[size]
+
+    def least_room(self, size: int) -> int:
+        """Bytes of the largest operator's operands and results: less room than this fits no plan."""
+        program, most = self.program, 0
+        for task in program.tasks:
+            values = {*task.inputs, *(out for out in task.outputs if out is not None)} - set(program.inputs.values())
+            most = max(most, sum(program.values[v].nbytes(size, program.batch) for v in values))
+        return most
+
+    def costs(self, size: int, room: int | None) -> Coster:
+        """Exact costs at this size where they can be had within `room` bytes, else estimates."""
+        if room is not None and self.least_room(size) > room:
+            return self.estimate
+        return (self.exact(size) if self._measures else None) or self.estimate
+
+    def exact(self, size: int) -> Coster | None:
+        """Exact costs for microbatches of `size`, the uneven last one included."""
+        return self._measure(frozenset(microbatches(self.program.batch, size)))
+
+    # ---- candidates
+
+    def hold_all(self, size: int, cost: Coster | None = None) -> Candidate:
+        """Nothing is run again."""
+        held = self.problem(size).everything()
+        if cost is not None:
+            return self._candidate(held, size, cost)
+        if size not in self._whole:
+            self._whole[size] = self._candidate(held, size, self.estimate)
+        return self._whole[size]
+
+    def _candidate(self, held: Sequence[frozenset[int]], size: int, cost: Coster) -> Candidate:
+        reduced = self.reduced
+        runs = [frozenset(reduced.closure(t, held[t])) for t in range(self.segments.count)]
+        held = reduced.useful(held, runs)
+        there = [values | reduced.held for values in held]
+        tasks, where = self._bodies.make(there)
+        by_id = self.program.by_id
+        bodies = [targets_early(body, by_id) for body in tasks]
+        schedule = assemble(self.program, self.stages, bodies, microbatches(self.program.batch, size))
+        found = profile(self.program, schedule.phases, where, self.segments.count, size, cost)
+        again = sum(reduced.again(t, ran) for t, ran in enumerate(runs))
+        return Candidate(self, size, held, schedule, found, again, tuple(runs))
+
+    def fit(self, size: int, room: int, cost: Coster) -> list[Candidate]:
+        """Candidates whose peak comes down to `room`: the fastest that fits is the last that does."""
+        candidate = self.hold_all(size, cost)
+        tried = [candidate]
+        if candidate.peak <= room:
+            return tried
+        problem = self.problem(size)
+        best, aim = float("inf"), _AIM
+        besides = self._besides(candidate)
+        for _ in range(_ROUNDS):
+            limits = [max(0.0, aim * room - most) for most in besides]
+            holding = problem.choose(limits)
+            if holding is None:
+                break
+            polish = Polish(problem, holding.held, limits)
+            polish.improve(_TRIALS)
+            candidate = self._candidate(polish.held, size, cost)
+            tried.append(candidate)
+            if candidate.peak <= room:
+                if candidate.again - holding.bound <= _CLOSE * self.work or candidate.again > 0.9 * best:
+                    break
+                best = candidate.again
+            elif candidate.peak > 2 * room:
+                break
+            else:
+                aim *= max(0.85, room / candidate.peak)
+            besides = [max(pair) for pair in zip(besides, self._besides(candidate), strict=True)]
+        return tried
+
+    def _besides(self, candidate: Candidate) -> list[float]:
+        """Bytes alive at the peak around each segment's beginning, besides those that the program counts."""
+        problem = self.problem(candidate.size)
+        weights = [
+            problem.weight(t, held, runs)
+            for t, (held, runs) in enumerate(zip(candidate.held, candidate.runs, strict=True))
+        ]
+        inside = [
+            peak - max(now, then)
+            for peak, now, then in zip(candidate.profile.peaks, weights, [*weights[1:], 0.0], strict=True)
+        ]
+        return [inside[0], *(max(pair) for pair in zip(inside, inside[1:], strict=False))]
+
+    def headroom(self, size: int, room: int) -> float:
+        """Bytes that may be held where least may be, in microbatches of `size`."""
+        return room - max(self._besides(self.hold_all(size))[1:], default=0.0)
+
+    def hold_nothing(self, size: int, cost: Coster) -> Candidate:
+        """All that can be run again is."""
+        nothing = tuple(frozenset[int]() for _ in range(self.segments.count))
+        return self._candidate(nothing, size, cost)
+
+    def bound(self, room: int) -> float:
+        """The least time, in bytes moved, of any schedule of this program with a peak of `room` bytes."""
+        size = self.program.batch if self.across or not self.splits else 1
+        problem = self.problem(size)
+        whole = self.hold_all(size).profile.whole
+        again = problem.bound([max(0.0, room - fixed) for fixed in whole])
+        return self.work + again + LAUNCH * self.hold_all(self.program.batch).schedule.count_runs()
