@@ -125,7 +125,7 @@ class Planner:
                 else:
                     yield [split.hold_all(size, split.costs(size, room))]
             return
-        # A smaller microbatch has less at work and leaves more to hold: the largest that leaves nearly as much is first.
+        # A smaller microbatch has less at work and leaves more to hold: the largest that leaves nearly as much first.
         most = split.headroom(1, room)
         first = next(at for at, size in enumerate(sizes) if size == 1 or split.headroom(size, room) >= _NEARLY * most)
         for size in dict.fromkeys([*sizes[first : first + 3 : 2], 1]):
