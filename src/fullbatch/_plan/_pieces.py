@@ -54,7 +54,7 @@ def find_segments(program: Program, stages: Stages, most: int) -> Segments:
     for stage in range(stages.count):
         mains = _mains(program, stages, stage, late)
         if across:
-            pieces.append(Piece(stage, max(0, stage - first + 1), mains, stages.targets[stage]))
+            pieces.extend(_by_stage(program, stage, mains, stages.targets[stage], late, first))
         else:
             pieces.extend(_cut_softly(program, stage, mains, stages.targets[stage], late, min(most, _SOFT)))
     pieces = _merged(pieces, most) if across else _numbered(pieces)
@@ -84,15 +84,24 @@ def _bytes(values: AbstractSet[int], program: Program) -> int:
 
 
 def _first_backward_stage(program: Program, stages: Stages, late: AbstractSet[int]) -> int:
-    """The first stage that belongs to the backward; one in which the forward ends as well is the forward's."""
+    """The stage in which the backward begins; the forward may end in it."""
     by_id = program.by_id
-    begins = min(
-        (stages.first_run[task] for task in late if task in stages.first_run and _works(by_id[task])), default=0
-    )
-    forward = any(
-        when == begins and task not in late and _works(by_id[task]) for task, when in stages.first_run.items()
-    )
-    return begins + forward
+    return min((stages.first_run[task] for task in late if task in stages.first_run and _works(by_id[task])), default=0)
+
+
+def _by_stage(
+    program: Program, stage: int, mains: tuple[int, ...], targets: tuple[int, ...], late: AbstractSet[int], first: int
+) -> list[Piece]:
+    """A stage as one piece, but that in which the backward begins as two."""
+    if stage != first:
+        return [Piece(stage, max(0, stage - first + 1), mains, targets)]
+    by_id = program.by_id
+    forward = tuple(task for task in mains if task not in late)
+    backward = tuple(task for task in mains if task in late)
+    made = {out for task in backward for out in by_id[task].outputs}
+    behind = tuple(target for target in targets if by_id[target].inputs[0] in made)
+    before = tuple(target for target in targets if target not in behind)
+    return [Piece(stage, 0, forward, before), Piece(stage, 1, backward, behind)]
 
 
 def costs_nothing(task: Task) -> bool:
