@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fullbatch._cost._costs import Coster, estimated
 from fullbatch._ir import Program
 from fullbatch._plan._keep import own_cost
-from fullbatch._plan._pieces import Bodies, find_segments
+from fullbatch._plan._pieces import Bodies, costs_nothing, find_segments
 from fullbatch._plan._polish import Polish
 from fullbatch._plan._profile import Profile, profile
 from fullbatch._plan._reduced import Reduced, reduce_program
@@ -113,9 +113,12 @@ class Side:
     def least_room(self, size: int) -> int:
         """Bytes of the largest operator's operands and results: less room than this fits no plan."""
         program, most = self.program, 0
+        dense: dict[int, int] = {}  # an expanded view, or a constant, has fewer bytes than its shape says
         for task in program.tasks:
-            values = {*task.inputs, *(out for out in task.outputs if out is not None)} - set(program.inputs.values())
-            most = max(most, sum(program.values[v].nbytes(size, program.batch) for v in values))
+            made = [out for out in task.outputs if out is not None]
+            if not costs_nothing(task):
+                dense.update((out, program.values[out].nbytes(size, program.batch)) for out in made)
+            most = max(most, sum(dense.get(value, 0) for value in {*task.inputs, *made}))
         return most
 
     def costs(self, size: int, room: int | None) -> Coster:
@@ -170,15 +173,16 @@ class Side:
             polish.improve(_TRIALS)
             candidate = self._candidate(polish.held, size, cost)
             tried.append(candidate)
+            if candidate.peak > 2 * room:
+                break
             if candidate.peak <= room:
-                if candidate.again - holding.bound <= _CLOSE * self.work or candidate.again > 0.9 * best:
+                close = candidate.again - holding.bound <= _CLOSE * self.work
+                if close or candidate.peak > 0.995 * room or candidate.again > 0.98 * best:
                     break
                 best = candidate.again
-            elif candidate.peak > 2 * room:
-                break
-            else:
-                aim *= max(0.85, room / candidate.peak)
-            besides = [max(pair) for pair in zip(besides, self._besides(candidate), strict=True)]
+            aim *= max(0.85, min(1.02, 0.998 * room / candidate.peak))
+            if candidate.peak > 1.02 * room:
+                besides = [max(pair) for pair in zip(besides, self._besides(candidate), strict=True)]
         return tried
 
     def _besides(self, candidate: Candidate) -> list[float]:
