@@ -19,14 +19,15 @@ from fullbatch._capture._joint import Joint, trace_joint
 from fullbatch._cost._costs import Coster
 from fullbatch._cost._probe import Prober
 from fullbatch._errors import Fault, ModelError, PlanError
-from fullbatch._ir import Layout, Program
+from fullbatch._ir import Kind, Layout, Program
 from fullbatch._memory._free import held_by_others
 from fullbatch._plan._adopt import ANEW, Limits, adopt, bound_of, compare
 from fullbatch._plan._adopt import note as loaded_note
 from fullbatch._plan._fingerprint import Fingerprint, fingerprint, input_forms
 from fullbatch._plan._frontier import Live, register
-from fullbatch._plan._plan import Plan
+from fullbatch._plan._plan import TIMED, Plan
 from fullbatch._plan._planner import Choice, Planner
+from fullbatch._plan._reduced import Price
 from fullbatch._plan._restore import order_of
 from fullbatch._plan._side import Side
 from fullbatch._plan._stages import Stages, find_stages
@@ -47,6 +48,9 @@ class Request:
     saved: Plan | None = None  # a plan to use instead of planning
     must_fit: bool = False  # whether it is an error where that plan is not for this
 
+
+_SECONDS = 10.0
+"""For timing the operators of one program, where asked for."""
 
 _PLANS = 16
 """Plans that one captured graph remembers."""
@@ -75,9 +79,14 @@ class Captured:
     """The graph of one call signature. `run` executes it; `plan` says how."""
 
     def __init__(
-        self, graph: fx.GraphModule, reslice_above: int = RESLICE_ABOVE, measure: bool = True, compile: bool = False
+        self,
+        graph: fx.GraphModule,
+        reslice_above: int = RESLICE_ABOVE,
+        measure: bool = True,
+        compile: bool = False,
+        timed: bool = False,
     ) -> None:
-        self._graph, self._compile = graph, compile
+        self._graph, self._compile, self._timed = graph, compile, timed
         self._reslice_above = reslice_above
         self._measures = measure
         self._planned: list[_Planned] = []  # the newest last
@@ -105,8 +114,8 @@ class Captured:
         given = {at: tensor for at, tensor in enumerate(inputs) if at in used}
         whole = build_whole(self.joint, shape.size)
         self._probers = [Prober(self.program, given), Prober(whole, given)]
-        self._split = Side(self.program, self.stages, self._probers[0].costs, self._measures)
-        self._whole = Side(whole, find_stages(whole), self._probers[1].costs, self._measures)
+        self._split = Side(self.program, self.stages, self._probers[0].costs, self._measures, self._price(0))
+        self._whole = Side(whole, find_stages(whole), self._probers[1].costs, self._measures, self._price(1))
         self._planner = Planner(self._split, self._whole)
         self._live = Live(
             self._planner.choose, self._planner.plain_peak, RANDOM_BYTES if self.random else 0, self._device
@@ -118,6 +127,17 @@ class Captured:
         self._replicated = shape.replicated
         self._shape = shape
         self._ready = True
+
+    def _price(self, which: int) -> Price | None:
+        """Measured seconds of a task over the whole batch, where asked for: split, in quarters of it."""
+        batch = self.program.batch
+        size = batch if which else max(1, batch // 4)
+        seconds = self._probers[which].timed(frozenset([size]), _SECONDS) if self._timed else None
+        if seconds is None:
+            return None
+        return lambda task: (
+            seconds(task, batch).time if task.kind is Kind.ONCE else seconds(task, size).time * batch / size
+        )
 
     def side(self, microbatch: int) -> Side:
         """The program that runs in microbatches of this size."""
@@ -233,6 +253,7 @@ class Captured:
                 note
                 for note in (
                     NOTE if self._compile else "",
+                    TIMED if self._timed else "",
                     note,
                     request.note,
                     *self.joint.notes,

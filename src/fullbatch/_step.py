@@ -85,6 +85,9 @@ class Step:
             each, within the same budget: a group that would not keep it stays as it is. The first call then runs the
             step once more, and takes seconds for each distinct group. Results are equal to rounding, not to the bit.
             On the CPU this needs a C++ compiler.
+        timed: plans are chosen by seconds measured on this machine, and not by operations and bytes. Each distinct
+            operator is run a few times alone, on the whole batch and on a quarter of it, for seconds to a minute; on a
+            busy machine the result is noise. Seconds are remembered between processes.
 
     Raises:
         FullbatchError: BatchError, ModelError, LossError, CaptureError, BudgetError, MemorySizeError, PlanError or
@@ -105,6 +108,7 @@ class Step:
         batch_dims: Any = None,
         plan: Plan | str | os.PathLike[str] | None = None,
         compile: bool = False,
+        timed: bool = False,
     ) -> None:
         self._loss_fn, self._model, self._optimizer, self._batch_dims = loss_fn, model, optimizer, batch_dims
         self._microbatch = microbatch
@@ -117,7 +121,7 @@ class Step:
             lambda: setattr(self, "_saved", _given(plan)),
         )
         self._memory = None if memory is None else parse_bytes(memory)
-        self._device, self._compile = check_devices(model), compile
+        self._device, self._compile, self._timed = check_devices(model), compile, timed
         if compile:
             check_compiler(self._device)
         self._frontend = Frontend(loss_fn, self._on_graph)
@@ -222,7 +226,7 @@ class Step:
         return result
 
     def _on_graph(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
-        captured = Captured(graph, measure=self._measures, compile=self._compile)
+        captured = Captured(graph, measure=self._measures, compile=self._compile, timed=self._timed)
         alive = weakref.ref(self)  # what Dynamo holds must not hold the step, and with it the model
 
         def run(*inputs: torch.Tensor) -> Any:

@@ -112,7 +112,7 @@ def test_the_bound_of_a_chain_falls_with_the_room_and_is_met_by_what_is_chosen()
     side = _chain(6)
     problem = side.problem(3)
     assert side.across
-    assert side.segments.count == 7  # one for the forward, one for the backward of each normalisation
+    assert side.segments.count == 8  # the forward, where the backward begins, and the six stages behind it
     seen = []
     for share in (1.0, 0.5, 0.25, 0.1):
         limits = [share * sum(side.reduced.sizes.values())] * side.segments.count

@@ -18,6 +18,9 @@ from fullbatch._plan._schedule import Schedule
 from fullbatch._printed import Printed
 from fullbatch._size import format_bytes
 
+# The note of a plan that was chosen by measured seconds.
+TIMED = "time: each distinct operator was timed alone on this machine"
+
 
 @dataclass(frozen=True)
 class Plan(Printed):
@@ -122,7 +125,8 @@ class Plan(Printed):
         table.add_row("held across stages", f"{self.held} values a microbatch")
         table.add_row("recomputed", f"{self.recomputed} runs of {self.runs}")
         limit = f"; no schedule at this budget can take less than {self.bound:.1%}" if self.overhead > 0 else ""
-        table.add_row("extra time", f"{self.overhead:.1%} (predicted from operations and bytes{limit})")
+        source = "operators timed alone" if TIMED in self.notes else "operations and bytes"
+        table.add_row("extra time", f"{self.overhead:.1%} (predicted from {source}{limit})")
         for title, items in (("barriers", self.barriers), ("at full batch", self.full_batch_nodes)):
             shown = [str(item) for item in items]
             grouped = list(dict.fromkeys(shown))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fullbatch._errors import BudgetError, Fault
 from fullbatch._ir import Program
 from fullbatch._plan._schedule import Schedule
-from fullbatch._plan._side import LAUNCH, Candidate, Side
+from fullbatch._plan._side import Candidate, Side
 from fullbatch._plan._simulate import Simulated, simulate
 from fullbatch._plan._stages import Stages
 from fullbatch._size import format_bytes
@@ -62,7 +62,7 @@ class Planner:
     def __init__(self, split: Side, whole: Side) -> None:
         self._split, self._whole = split, whole
         self._batch = whole.program.batch
-        self._plain = whole.work + LAUNCH * whole.hold_all(self._batch).schedule.count_runs()
+        self._plain = whole.work + whole.launch * whole.hold_all(self._batch).schedule.count_runs()
         self._bounds: dict[int, float] = {}
         self._least: dict[int | None, Choice] = {}
 

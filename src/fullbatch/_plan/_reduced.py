@@ -6,12 +6,11 @@ its reader, and what is smaller than a thousandth of all is always held.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from fullbatch._ir import Kind, Program, Task
-from fullbatch._plan._keep import own_cost
 from fullbatch._plan._pieces import Segments, costs_nothing
 
 # Values smaller than this share of all are held in any case: together they are a few rows of numbers.
@@ -88,14 +87,17 @@ class Reduced:
         return sum(nodes[index].cost for index in runs if nodes[index].segment < segment)
 
 
-def reduce_program(program: Program, segments: Segments) -> Reduced:
-    """The holding problem of a program cut into segments."""
+Price = Callable[[Task], float]  # time of one run over the whole batch
+
+
+def reduce_program(program: Program, segments: Segments, price: Price) -> Reduced:
+    """The holding problem of a program cut into segments, where running a task again costs its price."""
     tasks = [task for task in program.tasks if task.id in segments.of_task]
     roots = _roots(tasks)
     sizes = {out: program.values[out].nbytes(None, program.batch) for out, root in roots.items() if out == root}
     small = _NEGLIGIBLE * max(sum(sizes.values()), 1)
     held = frozenset(value for value, size in sizes.items() if size < small)
-    nodes, wanted = _nodes(program, tasks, segments, roots, held)
+    nodes, wanted = _nodes(tasks, segments, roots, held, price)
     _merge(nodes, wanted, sizes)
     nodes = [node for node in nodes if node.index >= 0]
     for index, node in enumerate(nodes):
@@ -123,7 +125,7 @@ def _roots(tasks: Sequence[Task]) -> dict[int, int | None]:
 
 
 def _nodes(
-    program: Program, tasks: Sequence[Task], segments: Segments, roots: dict[int, int | None], held: frozenset[int]
+    tasks: Sequence[Task], segments: Segments, roots: dict[int, int | None], held: frozenset[int], price: Price
 ) -> tuple[list[Node], list[list[int]]]:
     nodes: list[Node] = []
     wanted: list[set[int]] = [set() for _ in range(segments.count)]
@@ -131,7 +133,7 @@ def _nodes(
         read = {root for value in task.inputs if (root := roots.get(value)) is not None and root not in held}
         if task.kind is Kind.LOCAL and not costs_nothing(task):
             outputs = [out for out in task.outputs if out is not None and out not in held]
-            nodes.append(Node(len(nodes), own_cost(task, program), read, outputs, segments.of_task[task.id]))
+            nodes.append(Node(len(nodes), price(task), read, outputs, segments.of_task[task.id]))
         elif task.kind in (Kind.GATHER, Kind.REDUCE):
             wanted[segments.of_task[task.id]] |= read
     return nodes, [sorted(values) for values in wanted]

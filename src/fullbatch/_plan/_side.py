@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fullbatch._cost._costs import Coster, estimated
-from fullbatch._ir import Program
+from fullbatch._ir import Kind, Program
 from fullbatch._plan._keep import own_cost
 from fullbatch._plan._pieces import Bodies, costs_nothing, find_segments
 from fullbatch._plan._polish import Polish
 from fullbatch._plan._profile import Profile, profile
-from fullbatch._plan._reduced import Reduced, reduce_program
+from fullbatch._plan._reduced import Price, Reduced, reduce_program
 from fullbatch._plan._relaxed import HoldingProblem
 from fullbatch._plan._schedule import Schedule, assemble, microbatches, targets_early
-from fullbatch._plan._stages import Stages
+from fullbatch._plan._stages import TARGETS, Stages
 
 # Starting an operator costs about as much as moving this many bytes; it is what makes many tiny microbatches slow.
 LAUNCH = 40_000
@@ -61,13 +61,14 @@ class Candidate:
     @property
     def time(self) -> float:
         """Operators run, in bytes moved, with what starting them costs."""
-        return self.side.work + self.again + LAUNCH * self.schedule.count_runs()
+        return self.side.work + self.again + self.side.launch * self.schedule.count_runs()
 
 
 class Side:
     """A program and its stages. `measure(sizes)` gives exact costs, or None where operators cannot be run.
 
-    `measures`: planning may run operators.
+    `measures`: planning may run operators. `price` is the time of a task's run over the whole batch, `launch` what
+    starting it takes besides; by default both are in bytes moved.
     """
 
     def __init__(
@@ -76,17 +77,19 @@ class Side:
         stages: Stages,
         measure: Callable[[frozenset[int]], Coster | None],
         measures: bool = True,
+        price: Price | None = None,
     ) -> None:
         self.program, self.stages, self._measure, self._measures = program, stages, measure, measures
-        self.work = sum(own_cost(task, program) for task in program.tasks)
+        self.price, self.launch = price or (lambda task: own_cost(task, program)), LAUNCH if price is None else 0
+        self.work = sum(self.price(task) for task in program.tasks)
         self.estimate = estimated(program)
         self.segments = find_segments(program, stages, _COLUMNS)
-        self.reduced: Reduced = reduce_program(program, self.segments)
+        self.reduced: Reduced = reduce_program(program, self.segments, self.price)
         for most in (60, 30, 15):
             if self._columns() <= _COLUMNS:
                 break
             self.segments = find_segments(program, stages, most)
-            self.reduced = reduce_program(program, self.segments)
+            self.reduced = reduce_program(program, self.segments, self.price)
         self.splits = any(value.layout is not None for value in program.values)
         self._bodies = Bodies(program, self.segments)
         self._problems: dict[int, HoldingProblem] = {}
@@ -113,12 +116,16 @@ class Side:
     def least_room(self, size: int) -> int:
         """Bytes of the largest operator's operands and results: less room than this fits no plan."""
         program, most = self.program, 0
-        dense: dict[int, int] = {}  # an expanded view, or a constant, has fewer bytes than its shape says
+        own: dict[int, tuple[int, int]] = {}  # value -> the storage behind it and its bytes; an expanded view has few
         for task in program.tasks:
             made = [out for out in task.outputs if out is not None]
-            if not costs_nothing(task):
-                dense.update((out, program.values[out].nbytes(size, program.batch)) for out in made)
-            most = max(most, sum(dense.get(value, 0) for value in {*task.inputs, *made}))
+            shares = costs_nothing(task) or (task.kind in TARGETS and size == program.batch)
+            for out in made:
+                if shares and task.inputs and task.inputs[0] in own:
+                    own[out] = own[task.inputs[0]]
+                elif not shares and task.kind is not Kind.SLICE:
+                    own[out] = out, program.values[out].nbytes(size, program.batch)
+            most = max(most, sum(dict(own[value] for value in (*task.inputs, *made) if value in own).values()))
         return most
 
     def costs(self, size: int, room: int | None) -> Coster:
@@ -213,4 +220,4 @@ class Side:
         problem = self.problem(size)
         whole = self.hold_all(size).profile.whole
         again = problem.bound([max(0.0, room - fixed) for fixed in whole])
-        return self.work + again + LAUNCH * self.hold_all(self.program.batch).schedule.count_runs()
+        return self.work + again + self.launch * self.hold_all(self.program.batch).schedule.count_runs()
