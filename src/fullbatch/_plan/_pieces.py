@@ -21,8 +21,8 @@ _LOCAL = (Kind.LOCAL, Kind.SLICE)
 # (labels that were counted before the forward) they decide nothing.
 _FEW = 0.01
 
-_SOFT = 40  # segments into which the backward of one stage is cut, at most
-_TASKS = 5  # of its tasks that one such segment should have, at least
+_SOFT = 48  # segments into which the backward of one stage is cut, at most
+_TASKS = 1  # of its tasks that one such segment should have, at least
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ def find_segments(program: Program, stages: Stages, most: int) -> Segments:
             pieces.extend(_cut_softly(program, stage, mains, stages.targets[stage], late, min(most, _SOFT)))
     pieces = _merged(pieces, most) if across else _numbered(pieces)
     of_task = {task: piece.segment for piece in pieces for task in (*piece.mains, *piece.targets)}
+    views = (task for task in stages.first_run if costs_nothing(program.by_id[task]))
+    of_task.update(dict.fromkeys(views, 0))  # they run wherever they are read
     return Segments(1 + max(piece.segment for piece in pieces), tuple(pieces), across, of_task)
 
 
@@ -99,7 +101,7 @@ def _by_stage(
     forward = tuple(task for task in mains if task not in late)
     backward = tuple(task for task in mains if task in late)
     made = {out for task in backward for out in by_id[task].outputs}
-    behind = tuple(target for target in targets if by_id[target].inputs[0] in made)
+    behind = tuple(target for target in targets if _source(program, by_id[target].inputs[0]) in made)
     before = tuple(target for target in targets if target not in behind)
     return [Piece(stage, 0, forward, before), Piece(stage, 1, backward, behind)]
 
@@ -107,6 +109,14 @@ def _by_stage(
 def costs_nothing(task: Task) -> bool:
     """Whether a local task makes no storage worth counting: a view, or a constant of one element."""
     return task.view or (task.kernel is not None and task.kernel.name == "filled")
+
+
+def _source(program: Program, value: int) -> int:
+    """The value that `value` is a view of, however far."""
+    producers = program.producers
+    while (maker := producers.get(value)) is not None and costs_nothing(maker) and maker.inputs:
+        value = maker.inputs[0]
+    return value
 
 
 def _works(task: Task) -> bool:
@@ -126,7 +136,7 @@ def _of_backward(program: Program) -> set[int]:
 
 def _mains(program: Program, stages: Stages, stage: int, late: AbstractSet[int]) -> tuple[int, ...]:
     by_id = program.by_id
-    mine = [task for task, when in stages.first_run.items() if when == stage and by_id[task].kind is Kind.LOCAL]
+    mine = [task for task, when in stages.first_run.items() if when == stage and _works(by_id[task])]
     # The forward first: tracing may put a backward's constants before it.
     return tuple(sorted(mine, key=lambda task: (task in late, task)))
 
@@ -146,7 +156,7 @@ def _cut_softly(
     where = {out: at for at, group in enumerate(groups) for task in group for out in by_id[task].outputs}
     mine: list[list[int]] = [[] for _ in groups]
     for target in targets:
-        mine[where.get(by_id[target].inputs[0], 0)].append(target)
+        mine[where.get(_source(program, by_id[target].inputs[0]), 0)].append(target)
     return [Piece(stage, at, group, tuple(mine[at])) for at, group in enumerate(groups)]
 
 

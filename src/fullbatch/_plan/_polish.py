@@ -7,7 +7,7 @@ are tried: held where there is room and it saves work, or in exchange for others
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fullbatch._plan._relaxed import HoldingProblem
@@ -54,7 +54,7 @@ class Polish:
         """Takes every exchange that saves work, until there is none or so many things were tried."""
         self._trials = trials
         while self._trials > 0:
-            wishes = sorted(self._wishes(), key=lambda gap: -gap.worth / self._size(gap))
+            wishes = sorted(self.wishes(), key=lambda gap: -gap.worth / self._size(gap))
             if not any(self._grant(gap) for gap in wishes[:200]):
                 return
 
@@ -67,7 +67,7 @@ class Polish:
         self._trials -= 1
         return self._reduced.again(segment, self._reduced.closure(segment, held))
 
-    def _wishes(self) -> list[Gap]:
+    def wishes(self) -> list[Gap]:
         """Gaps that are not held at whose end the value is made again."""
         found = []
         for segment in range(1, self._reduced.segments):
@@ -91,7 +91,7 @@ class Polish:
             before -= 1
         return before + 1
 
-    def _offers(self, segments: Sequence[int], wanted: int) -> list[Gap]:
+    def offers(self, segments: Iterable[int], wanted: int = -1) -> list[Gap]:
         """Gaps that are held into one of `segments`, with what letting them go costs."""
         found: dict[tuple[int, int], Gap] = {}
         for segment in segments:
@@ -124,7 +124,7 @@ class Polish:
         span = range(gap.first, gap.last + 1)
         lacking = {t: size - self._slack[t] for t in span if self._slack[t] < size}
         given: list[Gap] = []
-        offers = self._offers(list(lacking), gap.value) if lacking else []
+        offers = self.offers(list(lacking), gap.value) if lacking else []
         paid = 0.0
         while lacking:
             offers = [offer for offer in offers if any(offer.first <= t <= offer.last for t in lacking)]

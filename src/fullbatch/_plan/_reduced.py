@@ -81,6 +81,16 @@ class Reduced:
             later = kept[segment]
         return tuple(kept)
 
+    def follow(self, held: Sequence[AbstractSet[int]]) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
+        """What of `held` can be there in each segment, held or made in the one before, and the nodes that run then."""
+        there: list[frozenset[int]] = []
+        runs: list[frozenset[int]] = []
+        for segment, wished in enumerate(held):
+            now = frozenset(v for v in wished if segment and (v in there[-1] or self.makers[v].index in runs[-1]))
+            there.append(now)
+            runs.append(frozenset(self.closure(segment, now)))
+        return there, runs
+
     def again(self, segment: int, runs: AbstractSet[int]) -> float:
         """Cost of those of `runs` that are not first runs."""
         nodes = self.nodes

@@ -46,6 +46,8 @@ class HoldingProblem:
 
     def __init__(self, reduced: Reduced, scale: float, again: float) -> None:
         self.reduced, self.scale, self._again = reduced, scale, again
+        # What a segment's own nodes read is there all at once; what only leads to it comes and goes.
+        self._own = [reduced.reads(t, {node.index for node in mains}) for t, mains in enumerate(reduced.mains)]
         self._held: list[dict[int, int]] = [{} for _ in range(reduced.segments)]  # by segment: value -> column
         self._runs: list[dict[int, int]] = [{} for _ in range(reduced.segments)]  # by segment: node -> column
         costs: list[float] = []
@@ -105,9 +107,10 @@ class HoldingProblem:
         for bounding in (True, False):
             for segment in range(1, reduced.segments):
                 terms = [(c, -self._share(value)) for value, c in self._held[segment].items()]
+                own = self._own[segment]
                 if not bounding:
                     terms += [
-                        (c, -self._again * sum(map(self._share, reduced.nodes[index].outputs)))
+                        (c, -self._again * sum(self._share(v) for v in reduced.nodes[index].outputs if v in own))
                         for index, c in self._runs[segment].items()
                     ]
                 row(terms, -np.inf)
@@ -176,7 +179,8 @@ class HoldingProblem:
         sizes, nodes = self.reduced.sizes, self.reduced.nodes
         again = 0
         if self._again:
-            again = sum(sizes[v] for i in runs if nodes[i].segment < segment for v in nodes[i].outputs)
+            own = self._own[segment]
+            again = sum(sizes[v] for i in runs if nodes[i].segment < segment for v in nodes[i].outputs if v in own)
         return self.scale * (sum(sizes[value] for value in held) + self._again * again)
 
     def everything(self) -> tuple[frozenset[int], ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from fullbatch._cost._costs import Coster, estimated
 from fullbatch._ir import Kind, Program
+from fullbatch._plan._descent import descend
 from fullbatch._plan._keep import own_cost
 from fullbatch._plan._pieces import Bodies, costs_nothing, find_segments
 from fullbatch._plan._polish import Polish
@@ -37,6 +38,10 @@ _CLOSE = 0.01
 # Limits are set for this share of the room: what an exchange moves about is not known to the byte.
 _AIM = 0.995
 
+# Nodes of a program that is small enough to try every gap on the walk itself, and walks for that.
+_SMALL = 150
+_WALKS = 800
+
 # Exchanges of what is held that are tried each time limits are corrected.
 _TRIALS = 12_000
 
@@ -57,6 +62,11 @@ class Candidate:
     def peak(self) -> int:
         """Most bytes at any time."""
         return self.profile.peak
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Most bytes in each segment."""
+        return self.profile.peaks
 
     @property
     def time(self) -> float:
@@ -151,7 +161,7 @@ class Side:
 
     def _candidate(self, held: Sequence[frozenset[int]], size: int, cost: Coster) -> Candidate:
         reduced = self.reduced
-        runs = [frozenset(reduced.closure(t, held[t])) for t in range(self.segments.count)]
+        held, runs = reduced.follow(held)
         held = reduced.useful(held, runs)
         there = [values | reduced.held for values in held]
         tasks, where = self._bodies.make(there)
@@ -190,7 +200,28 @@ class Side:
             aim *= max(0.85, min(1.02, 0.998 * room / candidate.peak))
             if candidate.peak > 1.02 * room:
                 besides = [max(pair) for pair in zip(besides, self._besides(candidate), strict=True)]
+        if len(self.reduced.nodes) <= _SMALL and not self.across and len(tried) > 1:
+            tried.extend(self._descended(tried, room, cost))
         return tried
+
+    def _descended(self, tried: Sequence[Candidate], room: int, cost: Coster) -> list[Candidate]:
+        """Some of `tried` improved on the walk itself: that which is nearest to the room, and the first two."""
+        size = tried[0].size
+        problem = self.problem(size)
+        free = [float("inf")] * self.segments.count
+        nearest = min(tried[1:], key=lambda c: (max(0, c.peak - room), c.again))
+        starts = {id(candidate): candidate for candidate in (nearest, *tried[:2])}
+        return [
+            descend(
+                start,
+                room,
+                self.work,
+                lambda held: self._candidate(held, size, cost),
+                lambda held: Polish(problem, held, free),
+                _WALKS,
+            )  # fmt: skip
+            for start in starts.values()
+        ]
 
     def _besides(self, candidate: Candidate) -> list[float]:
         """Bytes alive at the peak around each segment's beginning, besides those that the program counts."""
