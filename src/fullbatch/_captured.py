@@ -174,7 +174,7 @@ class Captured:
         """
         draws = RANDOM_BYTES if self.random else 0
         room = None if request.budget is None else request.budget - request.owned - draws
-        for planned in self._planned:
+        for planned in reversed(self._planned):
             if planned.serves(room, request.microbatch):
                 break
         else:

@@ -203,6 +203,7 @@ class Program:
     inputs: dict[int, int]  # position among the captured inputs -> value
     outputs: list[int]  # values, all Replicate
     full_batch: list[FullBatchNode] = field(default_factory=list)
+    gradients: tuple[int, ...] = ()  # of `outputs`, those that are added to `.grad`: memory of their own at the end
     coupled: list[tuple[int, str]] = field(default_factory=list)  # task of the barrier, what couples
 
     @cached_property

@@ -35,6 +35,17 @@ DispatchMode = TorchDispatchMode
 tree_map = pytree.tree_map
 
 
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """oneDNN is off. The public `torch.backends.mkldnn.flags` also sets TF32 and warns of it (2.13)."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 def loss_marker() -> Callable[[Any], Any]:
     """An identity operator that survives capture, so that the loss is found among a graph's outputs."""
     return torch.ops.fullbatch.loss  # type: ignore[no-any-return]

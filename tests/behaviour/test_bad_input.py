@@ -369,3 +369,37 @@ def test_an_exception_of_loss_fn_at_a_later_call() -> None:
     step = make(loss_fn, model)
     refused(fullbatch.CaptureError, lambda: step(pair(3)), "three is not enough", "test_bad_input.py")
     agrees(step, loss_fn, model, pair())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_between_recurrent_layers_is_refused(kind: Any) -> None:
+    """Traced, torch 2.13 leaves it out: the gradient would be that of another network."""
+    model = kind(4, 5, 2, batch_first=True, dropout=0.3)
+    batch = torch.randn(6, 3, 4)
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        return m(b)[0].square().mean()
+
+    with pytest.raises(fullbatch.CaptureError, match=r"dropout=0\.3 cannot be captured") as caught:
+        fullbatch.Step(loss, model, batch, microbatch=2)
+    assert "between them" in str(caught.value)
+    assert fullbatch.Step(loss, model.eval(), batch, microbatch=2).plan.microbatch == 2
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_recurrent_layer_in_float32(both: bool) -> None:
+    """torch runs it as a fused oneDNN operator, whose workspace a graph does not carry."""
+    torch.manual_seed(0)
+    model = nn.LSTM(4, 5, 1, batch_first=True, bidirectional=both)
+    batch = torch.randn(6, 3, 4)
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        return m(b)[0].square().mean()
+
+    loss(model, batch).backward()
+    grads = [parameter.grad.clone() for parameter in model.parameters()]
+    for microbatch in (2, 6):
+        model.zero_grad()
+        fullbatch.Step(loss, model, batch, microbatch=microbatch)(batch)
+        for grad, parameter in zip(grads, model.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, grad)

@@ -20,7 +20,7 @@ from fullbatch import _torch
 from fullbatch._axis import _expand
 from fullbatch._axis._kernels import filled, then_nothing
 from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy, scaled_shape
-from fullbatch._axis._operator import complete, fields, kernel, metas, template, used_outputs
+from fullbatch._axis._operator import complete, fields, kernel, metas, template, used_outputs, whole_kernel
 from fullbatch._axis._origin import Origins
 from fullbatch._axis._rules import RULES
 from fullbatch._axis._rules._pointwise import is_pointwise, pointwise
@@ -394,7 +394,7 @@ class Builder:
             for position, meta in enumerate(forms)
         ]
         args, kwargs = template(node, view, {})
-        self.emit(Kind.ONCE, kernel(node), args, ids, outputs, kwargs, **fields(node))  # type: ignore[arg-type]
+        self.emit(Kind.ONCE, whole_kernel(node), args, ids, outputs, kwargs, **fields(node))  # type: ignore[arg-type]
         if coupled:
             why = "couples the samples" if RULES.find(view.name) or is_pointwise(node.target) else "no rule knows it"
             size = sum(self._nbytes(out) for out in outputs if out is not None)
@@ -498,8 +498,9 @@ def build(joint: Any, layouts: dict[int, Layout], batch: int, reslice_above: int
             builder.node(node, origins.of(node))
     builder.origin = Origin("output")
     outputs = [builder.whole(builder.of(node), "returned for the whole batch") for node in joint.wanted]
+    gradients = tuple(outputs[len(outputs) - sum(isinstance(node, fx.Node) for node in joint.gradients.values()) :])
     outputs += builder.effects
     tasks = prune(builder.tasks, outputs)
     alive = {task.id for task in tasks}
     coupled = [(task, why) for task, why in builder.coupled if task in alive]
-    return Program(batch, builder.values, tasks, inputs, outputs, builder.full_batch, coupled)
+    return Program(batch, builder.values, tasks, inputs, outputs, builder.full_batch, gradients, coupled)

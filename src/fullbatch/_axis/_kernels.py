@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fullbatch._axis._strides import restride
+
 aten = torch.ops.aten
 
 
@@ -53,6 +55,29 @@ def filled(size: list[int], value: Any, **kwargs: Any) -> torch.Tensor:
     if 0 in size:
         return torch.full(size, value, **kwargs)
     return torch.full([1] * len(size), value, **kwargs).expand(size)
+
+
+def in_strides(operator: Any, strides: tuple[tuple[int, ...] | None, ...]) -> Callable[..., Any]:
+    """`operator` with its outputs in these strides, in which the graph that reads them was traced."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        results = operator(*args, **kwargs)
+        many = isinstance(results, (list, tuple))
+        kept = [
+            restride(out, list(out.shape), list(wanted))
+            if isinstance(out, torch.Tensor) and wanted is not None and not _like(out, wanted)
+            else out
+            for out, wanted in zip(results if many else (results,), strides, strict=True)
+        ]
+        return tuple(kept) if many else kept[0]
+
+    traced._qualified = f"{operator} in strides"  # type: ignore[attr-defined]
+    return traced
+
+
+def _like(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(size == 1 or now == wanted for size, now, wanted in pairs)
 
 
 def then_nothing(check: Any) -> Callable[..., torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fullbatch import _torch
-from fullbatch._axis._kernels import KERNELS
+from fullbatch._axis._kernels import KERNELS, in_strides
 from fullbatch._axis._node import NodeView, Operand, Strategy
 from fullbatch._ir import Ref
 
@@ -43,6 +43,15 @@ def complete(node: fx.Node, strategy: Strategy) -> bool:
 
 def kernel(node: fx.Node) -> Any:
     return KERNELS.get(node.target, node.target)
+
+
+def whole_kernel(node: fx.Node) -> Any:
+    """The kernel for the whole batch. Batch normalisation is traced with other strides than it runs with."""
+    found = kernel(node)
+    if "batch_norm" not in str(node.target):
+        return found
+    strides = [tuple(meta.stride()) if isinstance(meta, torch.Tensor) else None for meta in metas(node)]
+    return in_strides(found, tuple(strides))
 
 
 def template(node: fx.Node, view: NodeView, patch: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

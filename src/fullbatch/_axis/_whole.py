@@ -33,4 +33,6 @@ def build_whole(joint: Any, batch: int) -> Program:
         tasks.append(Task(next_task, Kind.REDUCE, (value,), (out.id,), origin, reduction=Reduction.SUM))
         results[value] = out.id
         next_task += 1
-    return Program(batch, values, tasks, program.inputs, [results[value] for value in program.outputs])
+    outputs = [results[value] for value in program.outputs]
+    gradients = tuple(results[value] for value in program.gradients)
+    return Program(batch, values, tasks, program.inputs, outputs, gradients=gradients)

@@ -7,6 +7,7 @@ has no in-place operations: buffers that the step changes are outputs of the gra
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,7 @@ def trace_joint(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Joint:
     """The joint graph of `graph` for inputs of this metadata. Raises CaptureError, LossError."""
     loss_node = check_loss(graph)
     _refuse_mistraced(graph)
+    _refuse_recurrent_dropout(graph)
     returned = next(node for node in graph.graph.nodes if node.op == "output").args[0]
     loss = list(returned).index(loss_node)
     sources = [_torch.dynamo_source(node) for node in graph.graph.nodes if node.op == "placeholder"]
@@ -77,7 +79,7 @@ def trace_joint(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Joint:
     mode = _torch.fake_mode()
     holder = _Holder(graph, [_torch.to_fake(mode, tensor) for tensor in inputs], loss)
     try:
-        with _torch.joint_graph(holder, mode, _torch.loss_decompositions()) as module:
+        with _tracing(graph), _torch.joint_graph(holder, mode, _torch.loss_decompositions()) as module:
             joint = _read(module, sources, loss, len(returned))
             joint.notes = _checkpointed_statistics(graph)
     except (CaptureError, torch.OutOfMemoryError):
@@ -108,6 +110,38 @@ def _refuse_mistraced(graph: fx.GraphModule) -> None:
                     expected="an operator that torch traces as it runs it",
                     next="write the loss with torch.where and a mask of the valid targets",
                 )
+
+
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+def _recurrent(graph: fx.GraphModule) -> list[fx.Node]:
+    return [
+        node
+        for node in graph.graph.nodes
+        if node.op == "call_function" and getattr(node.target, "__name__", "") in _RECURRENT
+    ]
+
+
+def _refuse_recurrent_dropout(graph: fx.GraphModule) -> None:
+    """Traced, torch's recurrent layers have no dropout between them (torch._decomp, `_rnn_helper`; seen in 2.13)."""
+    for node in _recurrent(graph):
+        flags = [arg for arg in node.args if isinstance(arg, (bool, int, float))][:4]
+        if len(flags) == 4 and flags[1] > 1 and flags[2] > 0 and flags[3]:
+            lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+            name = str(getattr(node.target, "__name__", node.target)).upper()
+            raise CaptureError.of(
+                f"nn.{name} of {flags[1]} layers with dropout={flags[2]} cannot be captured: when traced, torch leaves "
+                "the dropout between its layers out.",
+                got=" ".join(line.strip() for line in lines[-2:]),
+                expected="recurrent layers without dropout of their own, or in eval mode",
+                next=f"one nn.{name} a layer, with nn.Dropout({flags[2]}) between them",
+            )
+
+
+def _tracing(graph: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+    """Recurrent layers are traced as operators; oneDNN's fused one keeps a workspace that no graph carries."""
+    return _torch.without_onednn() if _recurrent(graph) else contextlib.nullcontext()
 
 
 def _checkpointed_statistics(graph: fx.GraphModule) -> tuple[str, ...]:

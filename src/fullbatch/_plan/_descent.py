@@ -1,8 +1,8 @@
 """The last improvement of a small step: gaps tried one by one on the walk itself.
 
-The linear program counts what is held; what comes and goes inside a segment it knows only from the last walk. In a small
-step of one microbatch that is most of the memory. There a walk takes milliseconds, so that every gap (`_polish`) is tried
-on it: let go or held, alone or in exchange.
+The linear program counts what is held; what comes and goes inside a segment it knows only from the last walk. In a
+small step of one microbatch that is most of the memory. There a walk takes milliseconds, so that every gap (`_polish`)
+is tried on it: let go or held, alone or in exchange.
 """
 
 from __future__ import annotations

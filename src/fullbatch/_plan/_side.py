@@ -219,7 +219,7 @@ class Side:
                 lambda held: self._candidate(held, size, cost),
                 lambda held: Polish(problem, held, free),
                 _WALKS,
-            )  # fmt: skip
+            )
             for start in starts.values()
         ]
 

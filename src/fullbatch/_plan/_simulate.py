@@ -5,6 +5,7 @@ Storage is counted, not tensors: a view shares its base, and a base lives as lon
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fullbatch._cost._costs import Coster, Out, TaskCost
@@ -25,6 +26,7 @@ class Simulated:
     time: float
     timeline: tuple[int, ...] = ()
     position: int = 0  # of the action at which the peak is reached
+    copied: int = 0  # bytes of gradients that are views of something larger, or of each other: they get their own
 
 
 class Ledger:
@@ -61,6 +63,18 @@ class Ledger:
         self.live -= self._bytes[root]
         return self._bytes[root]
 
+    def borrowed(self, values: Iterable[int], program: Program) -> list[int]:
+        """Those of `values` whose storage is not theirs alone: of another size, of an input, or of one before."""
+        seen: set[int] = set()
+        found = []
+        for value in values:
+            root = self._root.get((value, ALL))
+            if root is None or root in seen or self._bytes[root] != program.values[value].nbytes(None, program.batch):
+                found.append(value)
+            else:
+                seen.add(root)
+        return found
+
     def has(self, slot: tuple[int, int]) -> bool:
         return slot in self._root
 
@@ -76,7 +90,11 @@ def simulate(program: Program, schedule: Schedule, cost: Coster, timeline: bool 
             peak, at, where = high, action, position
         if timeline:
             track.append(walk.ledger.live)
-    return Simulated(peak, at, walk.ledger.live, walk.time, tuple(track), where)
+    retained = walk.ledger.live
+    copied = sum(
+        program.values[value].nbytes(None, program.batch) for value in walk.ledger.borrowed(program.gradients, program)
+    )
+    return Simulated(max(peak, retained + copied), at, retained, walk.time, tuple(track), where, copied)
 
 
 class _Walk:
