@@ -11,9 +11,9 @@ import fullbatch
 
 def test_public_names() -> None:
     assert sorted(fullbatch.__all__) == [
-        "BatchError", "BudgetError", "CaptureError", "Certificate", "CompileError", "Fault", "Frontier", "FullbatchError",
-        "Ledger", "LossError", "MeasureError", "Measurement", "MemorySizeError", "ModelError", "Plan", "PlanDiff", "PlanError",
-        "Step", "VerifyError", "explain", "measure",
+        "BatchError", "BudgetError", "CaptureError", "Certificate", "CompileError", "Fault", "Frontier",
+        "FullbatchError", "Ledger", "LossError", "MeasureError", "Measurement", "MemorySizeError", "ModelError", "Plan",
+        "PlanDiff", "PlanError", "Step", "VerifyError", "explain", "measure",
     ]  # fmt: skip
     assert all(hasattr(fullbatch, name) for name in fullbatch.__all__)
 
