@@ -1,6 +1,6 @@
 """Plans of single samples are near the optimum where the room is not tight; no plan is better, and no bound above it.
 
-Below `HELD` of the memory of the step that holds all, the planner is not always near: `python -m optimal.table` shows it.
+Below `HELD` of the memory of the step that holds all, the planner is not always near: `python -m optimal.table` shows.
 """
 
 from __future__ import annotations
