@@ -71,7 +71,19 @@ class Candidate:
     @property
     def time(self) -> float:
         """Operators run, in bytes moved, with what starting them costs."""
-        return self.side.work + self.again + self.side.launch * self.schedule.count_runs()
+        side, more = self.side, len(self.schedule.samples) - 1
+        return side.work + self.again + side.shared * more + side.launch * self.schedule.count_runs()
+
+
+def _shared(program: Program) -> int:
+    """Bytes that each further microbatch moves again: weights that are read, summands that are written and added."""
+    return sum(
+        program.values[value].nbytes(None, program.batch)
+        for task in program.tasks
+        if task.kind in (Kind.LOCAL, Kind.REDUCE) and not costs_nothing(task)
+        for value in (*task.inputs, *task.outputs)
+        if value is not None and program.values[value].layout is None
+    )
 
 
 class Side:
@@ -92,6 +104,7 @@ class Side:
         self.program, self.stages, self._measure, self._measures = program, stages, measure, measures
         self.price, self.launch = price or (lambda task: own_cost(task, program)), LAUNCH if price is None else 0
         self.work = sum(self.price(task) for task in program.tasks)
+        self.shared = _shared(program) if price is None else 0
         self.estimate = estimated(program)
         self.segments = find_segments(program, stages, _COLUMNS)
         self.reduced: Reduced = reduce_program(program, self.segments, self.price)
