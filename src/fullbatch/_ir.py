@@ -163,10 +163,16 @@ class Task:
     single: bool = True  # the kernel returns one tensor and not a tuple
     random: bool = False
     view: bool = False  # by its name an alias of its first input
+    fills: bool = False  # makes a constant, which is one element seen many times
     flops: int = 0  # of the whole batch
     layout: Layout | None = None
     reduction: Reduction = Reduction.SUM
     count: int = 0  # MOMENTS: elements behind each mean, a sample
+
+    @property
+    def stores_nothing(self) -> bool:
+        """Whether it makes no storage worth counting: a view, or a constant."""
+        return self.view or self.fills
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Builder:
             if value in self._fills:
                 shape, kernel = self._fills[value]
                 local = Kernel(kernel.fn, (scaled_shape(shape, layout), *kernel.args[1:]), kernel.kwargs)
-                self._add(Kind.LOCAL, (), (out,), kernel=local)
+                self._add(Kind.LOCAL, (), (out,), kernel=local, fills=True)
             elif (made := self._made_in_slices(value, layout)) is not None:
                 out = made
             else:
@@ -255,7 +255,7 @@ class Builder:
     def _fill(self, node: fx.Node) -> None:
         shape, value = node.args[0], node.args[1]
         out = self.value(node.meta["val"], name=node.name)
-        task = self.emit(Kind.ONCE, filled, (list(shape), value), (), (out,), node.kwargs)  # type: ignore[arg-type]
+        task = self.emit(Kind.ONCE, filled, (list(shape), value), (), (out,), node.kwargs, fills=True)  # type: ignore[arg-type]
         assert task.kernel is not None
         self._fills[out] = (tuple(shape), task.kernel)  # type: ignore[arg-type]
         self._fill_value[out] = float(value) if isinstance(value, (int, float)) else float("nan")
@@ -381,7 +381,8 @@ class Builder:
             return value, value
         # An output that holds nothing: empty (statistics that are not kept), or of no meaning with these arguments.
         empty = self.value(meta)
-        self.emit(Kind.ONCE, filled, (list(meta.shape), 0), (), (empty,), {"dtype": meta.dtype, "device": meta.device})
+        form = {"dtype": meta.dtype, "device": meta.device}
+        self.emit(Kind.ONCE, filled, (list(meta.shape), 0), (), (empty,), form, fills=True)
         return None, empty
 
     def _once(self, node: fx.Node, view: NodeView) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fullbatch._ir import Kind, Program, Task
-from fullbatch._plan._keep import own_cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,17 @@ class TaskCost:
 
 
 Coster = Callable[[Task, int], TaskCost]  # (task, samples)
+
+# The unit of time where nothing was measured is a byte moved. Floating-point operations that take as long as one:
+OPERATIONS_PER_BYTE = 8.0
+
+# Starting an operator costs about as much as moving this many bytes; it is what makes many tiny microbatches slow.
+LAUNCH = 40_000
+
+
+def own_cost(task: Task, program: Program) -> float:
+    """Time of one run over the whole batch, in bytes moved."""
+    return moved_bytes(task, program, program.batch) + task.flops / OPERATIONS_PER_BYTE
 
 
 def estimated(program: Program) -> Coster:
@@ -77,7 +87,7 @@ def _estimate(program: Program, task: Task, samples: int, time: float) -> TaskCo
             nbytes = 0
         if task.kind is Kind.REDUCE:
             nbytes = program.values[value].nbytes(None, program.batch)
-        if task.kind is Kind.ONCE and task.kernel is not None and task.kernel.name == "_filled":
+        if task.fills:
             nbytes = program.values[value].itemsize
         outs.append(Out(value, nbytes, alias))
     return TaskCost(sum(out.nbytes for out in outs), tuple(outs), time)

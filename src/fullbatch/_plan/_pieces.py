@@ -22,7 +22,6 @@ _LOCAL = (Kind.LOCAL, Kind.SLICE)
 _FEW = 0.01
 
 _SOFT = 48  # segments into which the backward of one stage is cut, at most
-_TASKS = 1  # of its tasks that one such segment should have, at least
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def find_segments(program: Program, stages: Stages, most: int) -> Segments:
             pieces.extend(_cut_softly(program, stage, mains, stages.targets[stage], late, min(most, _SOFT)))
     pieces = _merged(pieces, most) if across else _numbered(pieces)
     of_task = {task: piece.segment for piece in pieces for task in (*piece.mains, *piece.targets)}
-    views = (task for task in stages.first_run if costs_nothing(program.by_id[task]))
+    views = (task for task in stages.first_run if program.by_id[task].stores_nothing)
     of_task.update(dict.fromkeys(views, 0))  # they run wherever they are read
     return Segments(1 + max(piece.segment for piece in pieces), tuple(pieces), across, of_task)
 
@@ -106,21 +105,16 @@ def _by_stage(
     return [Piece(stage, 0, forward, before), Piece(stage, 1, backward, behind)]
 
 
-def costs_nothing(task: Task) -> bool:
-    """Whether a local task makes no storage worth counting: a view, or a constant of one element."""
-    return task.view or (task.kernel is not None and task.kernel.name == "filled")
-
-
 def _source(program: Program, value: int) -> int:
     """The value that `value` is a view of, however far."""
     producers = program.producers
-    while (maker := producers.get(value)) is not None and costs_nothing(maker) and maker.inputs:
+    while (maker := producers.get(value)) is not None and maker.stores_nothing and maker.inputs:
         value = maker.inputs[0]
     return value
 
 
 def _works(task: Task) -> bool:
-    return task.kind is Kind.LOCAL and not costs_nothing(task)
+    return task.kind is Kind.LOCAL and not task.stores_nothing
 
 
 def _of_backward(program: Program) -> set[int]:
@@ -148,7 +142,7 @@ def _cut_softly(
     by_id = program.by_id
     forward = tuple(task for task in mains if task not in late)
     backward = [task for task in mains if task in late]
-    count = min(most - 1, sum(_works(by_id[task]) for task in backward) // _TASKS)
+    count = min(most - 1, len(backward))
     if count < 2:
         return [Piece(stage, 0, tuple(mains), targets)]
     cuts = _quiet_places(program, backward, count)
@@ -170,7 +164,7 @@ def _quiet_places(program: Program, backward: Sequence[int], count: int) -> list
     change = [0] * (len(backward) + 2)
     for at, task in enumerate(backward):
         for out in by_id[task].outputs:
-            if out is not None and out in last and not by_id[task].view:
+            if out is not None and out in last:
                 nbytes = size[out].nbytes(None, program.batch)
                 change[at + 1] += nbytes
                 change[last[out] + 1] -= nbytes

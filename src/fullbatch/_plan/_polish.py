@@ -26,7 +26,7 @@ class Gap:
 class Polish:
     """A choice of what is held that can be changed gap by gap.
 
-    `limits[t]`: bytes for what is held into segment t and run again in it; `weigh` counts them.
+    `limits[t]`: bytes for what is held into segment t and run again in it, as the problem's `weight` counts them.
     """
 
     def __init__(self, problem: HoldingProblem, held: Sequence[frozenset[int]], limits: Sequence[float]) -> None:
@@ -167,12 +167,10 @@ class Polish:
 
     def _follow(self, first: int, last: int) -> None:
         """Finds again what runs from segment `first` on. What was made for another's sake only may be gone with it."""
-        makers = self._reduced.makers
         for segment in range(first, len(self._held)):
             held = self._held[segment]
             if segment:
-                before, runs = self._held[segment - 1], self._runs[segment - 1]
-                held = frozenset(v for v in held if v in before or makers[v].index in runs)
+                held = self._reduced.available(held, self._held[segment - 1], self._runs[segment - 1])
             if segment > last and held == self._held[segment]:
                 return
             self._held[segment] = held

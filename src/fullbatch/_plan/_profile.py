@@ -49,7 +49,7 @@ class _Walk:
         self._mine = Ledger() if self._count > 1 else self._all
         self.peaks, self.whole = [0] * segments, [0] * segments
         self._segment = -1
-        self._results = 0  # bytes of targets made so far
+        self._results: set[tuple[int, int]] = set()  # storages of targets made so far, with their bytes
         self._targets = 0  # of this stage
 
     def phase(self, phase: Phase, where: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ class _Walk:
     def _enter(self, segment: int) -> None:
         if segment > self._segment:
             for passed in range(self._segment + 1, segment + 1):
-                self.whole[passed] = self._all.live if self._count > 1 else self._results
+                self.whole[passed] = self._all.live if self._count > 1 else sum(size for _, size in self._results)
             self._segment = segment
 
     def _note(self, high: int) -> None:
@@ -101,7 +101,7 @@ class _Walk:
         task = self._tasks[action.subject]
         found = self._cost(task, samples)
         if action.do is not Do.RUN:
-            return self._target(action, found.outs[0].nbytes, found.outs[0].alias)
+            return self._target(action, found.outs[0].nbytes)
         high = ledger.live + found.peak
         for out in found.outs:
             alias = None if out.alias is None else (out.alias, 0)
@@ -110,7 +110,7 @@ class _Walk:
             ledger.add((out.value, 0), out.nbytes, alias)
         return max(high, ledger.live)
 
-    def _target(self, action: Action, nbytes: int, alias: int | None) -> int:
+    def _target(self, action: Action, nbytes: int) -> int:
         task = self._tasks[action.subject]
         (out,), (source,) = task.outputs, task.inputs
         assert out is not None
@@ -118,7 +118,9 @@ class _Walk:
         shared = self._count <= 1 and self._mine.has(part)
         nbytes = nbytes or self._program.values[out].nbytes(None, self._program.batch)
         self._all.add((out, 0), nbytes, part if shared else None)
-        self._results += nbytes
+        storage = self._all.storage((out, 0))
+        if storage is not None:
+            self._results.add(storage)
         self._targets += nbytes
         extra = 4 * nbytes if task.reduction is Reduction.MOMENTS else 0
         return self._mine.live + extra

@@ -1,17 +1,17 @@
 """The step as the holding problem sees it: few nodes, few values, and what cannot decide anything left out.
 
 Views share their base, an intermediate with one reader that is no smaller than what is made of it is part of
-its reader, and what is smaller than a thousandth of all is always held.
+its reader, and what is a negligible share of all is always held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from fullbatch._ir import Kind, Program, Task
-from fullbatch._plan._pieces import Segments, costs_nothing
+from fullbatch._plan._pieces import Segments
 
 # Values smaller than this share of all are held in any case: together they are a few rows of numbers.
 _NEGLIGIBLE = 3e-4
@@ -44,6 +44,16 @@ class Reduced:
     segments: int
     held: frozenset[int]
     mains: list[list[Node]] = field(default_factory=list)
+
+    @property
+    def columns(self) -> int:
+        """Decisions of the holding problem: each value and each node in each segment where it could be of use."""
+        spans = sum(self.last[value] - maker.segment for value, maker in self.makers.items())
+        return spans + sum(node.last - node.segment for node in self.nodes)
+
+    def available(self, wished: Iterable[int], before: AbstractSet[int], runs: AbstractSet[int]) -> frozenset[int]:
+        """Those of `wished` that a segment leaves, into which `before` was held and in which `runs` ran."""
+        return frozenset(value for value in wished if value in before or self.makers[value].index in runs)
 
     def closure(self, segment: int, held: AbstractSet[int]) -> set[int]:
         """Nodes that run in `segment` where `held` is there at its beginning."""
@@ -86,7 +96,7 @@ class Reduced:
         there: list[frozenset[int]] = []
         runs: list[frozenset[int]] = []
         for segment, wished in enumerate(held):
-            now = frozenset(v for v in wished if segment and (v in there[-1] or self.makers[v].index in runs[-1]))
+            now = self.available(wished, there[-1], runs[-1]) if segment else frozenset()
             there.append(now)
             runs.append(frozenset(self.closure(segment, now)))
         return there, runs
@@ -130,7 +140,7 @@ def _roots(tasks: Sequence[Task]) -> dict[int, int | None]:
         for out in task.outputs:
             if out is None or task.kind is not Kind.LOCAL:
                 continue
-            roots[out] = (roots.get(task.inputs[0]) if task.inputs else None) if costs_nothing(task) else out
+            roots[out] = (roots.get(task.inputs[0]) if task.inputs else None) if task.stores_nothing else out
     return roots
 
 
@@ -141,7 +151,7 @@ def _nodes(
     wanted: list[set[int]] = [set() for _ in range(segments.count)]
     for task in tasks:
         read = {root for value in task.inputs if (root := roots.get(value)) is not None and root not in held}
-        if task.kind is Kind.LOCAL and not costs_nothing(task):
+        if task.kind is Kind.LOCAL and not task.stores_nothing:
             outputs = [out for out in task.outputs if out is not None and out not in held]
             nodes.append(Node(len(nodes), price(task), read, outputs, segments.of_task[task.id]))
         elif task.kind in (Kind.GATHER, Kind.REDUCE):

@@ -61,14 +61,9 @@ class HoldingProblem:
                     self._runs[segment][node.index] = len(costs)
                     costs.append(node.cost)
         self._costs = np.array(costs)
-        self._unit = max(float(self._costs.max(initial=0.0)), 1.0)
+        self._unit = float(self._costs.max(initial=0.0)) or 1.0
         self._bytes = max(float(sum(reduced.sizes.values())) * scale, 1.0)
         self._rows()
-
-    @property
-    def columns(self) -> int:
-        """Size of the program."""
-        return len(self._costs)
 
     def _rows(self) -> None:
         reduced = self.reduced
@@ -161,9 +156,8 @@ class HoldingProblem:
         self, segment: int, answer: _Array, room: float, before: frozenset[int], runs: set[int]
     ) -> frozenset[int]:
         """The values that the relaxation holds most of, as many as fit."""
-        sizes, makers = self.reduced.sizes, self.reduced.makers
-        columns = self._held[segment]
-        share = {v: round(float(answer[c]), 3) for v, c in columns.items() if v in before or makers[v].index in runs}
+        sizes, columns = self.reduced.sizes, self._held[segment]
+        share = {v: round(float(answer[columns[v]]), 3) for v in self.reduced.available(columns, before, runs)}
         chosen: set[int] = set()
         used = 0.0
         for value in sorted(share, key=lambda v: (-share[v], sizes[v], v)):

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fullbatch._cost._costs import Coster, estimated
+from fullbatch._cost._costs import LAUNCH, Coster, estimated, own_cost
 from fullbatch._ir import Kind, Program
 from fullbatch._plan._descent import descend
-from fullbatch._plan._keep import own_cost
-from fullbatch._plan._pieces import Bodies, costs_nothing, find_segments
+from fullbatch._plan._pieces import Bodies, find_segments
 from fullbatch._plan._polish import Polish
 from fullbatch._plan._profile import Profile, profile
 from fullbatch._plan._reduced import Price, Reduced, reduce_program
@@ -23,10 +22,8 @@ from fullbatch._plan._relaxed import HoldingProblem
 from fullbatch._plan._schedule import Schedule, assemble, microbatches, targets_early
 from fullbatch._plan._stages import TARGETS, Stages
 
-# Starting an operator costs about as much as moving this many bytes; it is what makes many tiny microbatches slow.
-LAUNCH = 40_000
-
-# Columns of a linear program that is solved often; above it neighbouring stages share a segment.
+# Segments at most, the first number for which the linear program has no more columns than it can be solved often with.
+_SEGMENTS = (1000, 60, 30, 15)
 _COLUMNS = 60_000
 
 # Times that limits are corrected by what the walk found.
@@ -80,7 +77,7 @@ def _shared(program: Program) -> int:
     return sum(
         program.values[value].nbytes(None, program.batch)
         for task in program.tasks
-        if task.kind in (Kind.LOCAL, Kind.REDUCE) and not costs_nothing(task)
+        if task.kind in (Kind.LOCAL, Kind.REDUCE) and not task.stores_nothing
         for value in (*task.inputs, *task.outputs)
         if value is not None and program.values[value].layout is None
     )
@@ -106,22 +103,15 @@ class Side:
         self.work = sum(self.price(task) for task in program.tasks)
         self.shared = _shared(program) if price is None else 0
         self.estimate = estimated(program)
-        self.segments = find_segments(program, stages, _COLUMNS)
-        self.reduced: Reduced = reduce_program(program, self.segments, self.price)
-        for most in (60, 30, 15):
-            if self._columns() <= _COLUMNS:
-                break
+        for most in _SEGMENTS:
             self.segments = find_segments(program, stages, most)
-            self.reduced = reduce_program(program, self.segments, self.price)
+            self.reduced: Reduced = reduce_program(program, self.segments, self.price)
+            if self.reduced.columns <= _COLUMNS:
+                break
         self.splits = any(value.layout is not None for value in program.values)
         self._bodies = Bodies(program, self.segments)
         self._problems: dict[int, HoldingProblem] = {}
         self._whole: dict[int, Candidate] = {}
-
-    def _columns(self) -> int:
-        reduced = self.reduced
-        spans = sum(reduced.last[value] - maker.segment for value, maker in reduced.makers.items())
-        return spans + sum(node.last - node.segment for node in reduced.nodes)
 
     @property
     def across(self) -> bool:
@@ -142,7 +132,7 @@ class Side:
         own: dict[int, tuple[int, int]] = {}  # value -> the storage behind it and its bytes; an expanded view has few
         for task in program.tasks:
             made = [out for out in task.outputs if out is not None]
-            shares = costs_nothing(task) or (task.kind in TARGETS and size == program.batch)
+            shares = task.stores_nothing or (task.kind in TARGETS and size == program.batch)
             for out in made:
                 if shares and task.inputs and task.inputs[0] in own:
                     own[out] = own[task.inputs[0]]

@@ -17,16 +17,13 @@ from fullbatch._plan._schedule import ALL, Action, Do, Schedule
 class Simulated:
     """`peak` bytes above the start, the action at which it is reached, the bytes left at the end, and the time.
 
-    `timeline` has the bytes held after each action where asked for.
+    At the end the step gives memory of their own to gradients that are views of something larger, or of each other.
     """
 
     peak: int
     at: Action | None
     retained: int
     time: float
-    timeline: tuple[int, ...] = ()
-    position: int = 0  # of the action at which the peak is reached
-    copied: int = 0  # bytes of gradients that are views of something larger, or of each other: they get their own
 
 
 class Ledger:
@@ -75,26 +72,27 @@ class Ledger:
                 seen.add(root)
         return found
 
+    def storage(self, slot: tuple[int, int]) -> tuple[int, int] | None:
+        """The storage behind a slot, and its bytes; None for a view of a step input."""
+        root = self._root.get(slot)
+        return None if root is None else (root, self._bytes[root])
+
     def has(self, slot: tuple[int, int]) -> bool:
         return slot in self._root
 
 
-def simulate(program: Program, schedule: Schedule, cost: Coster, timeline: bool = False) -> Simulated:
+def simulate(program: Program, schedule: Schedule, cost: Coster) -> Simulated:
     """Walks `schedule` once with the costs of each task."""
     walk = _Walk(program, schedule, cost)
-    peak, at, where = 0, None, 0
-    track: list[int] = []
-    for position, action in enumerate(schedule.actions):
+    peak, at = 0, None
+    for action in schedule.actions:
         high = walk.take(action)
         if high > peak:
-            peak, at, where = high, action, position
-        if timeline:
-            track.append(walk.ledger.live)
+            peak, at = high, action
     retained = walk.ledger.live
-    copied = sum(
-        program.values[value].nbytes(None, program.batch) for value in walk.ledger.borrowed(program.gradients, program)
-    )
-    return Simulated(max(peak, retained + copied), at, retained, walk.time, tuple(track), where, copied)
+    copied = walk.ledger.borrowed(program.gradients, program)
+    copies = sum(program.values[value].nbytes(None, program.batch) for value in copied)
+    return Simulated(max(peak, retained + copies), at, retained, walk.time)
 
 
 class _Walk:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fullbatch import _torch
+from fullbatch._cost._costs import LAUNCH
 from fullbatch._ir import Program
 from fullbatch._plan._schedule import Action, Do, Schedule
 from fullbatch._run._generated import Stage
@@ -33,8 +34,7 @@ NOTE = (
     "are equal to rounding, not to the bit"
 )
 
-# Bytes that are moved in the time that an operator takes to start, and operators that start while a compiled call does.
-_LAUNCH = 40_000
+# Operators that start while a compiled call does.
 _CALL = 4
 
 # By `Written.key`, for the life of the process: blocks that repeat are compiled once, for every plan.
@@ -111,7 +111,7 @@ class _Fuser:
         tasks = [task for task in group.tasks if not task.view]
         moved = sum(self._bytes(value, samples) for task in tasks for value in (*task.inputs, *task.outputs))
         kept = sum(self._bytes(value, samples) for value in (*group.inputs, *group.outputs))
-        return moved - kept + _LAUNCH * len(tasks) > _LAUNCH * _CALL
+        return moved - kept + LAUNCH * len(tasks) > LAUNCH * _CALL
 
     def _bytes(self, value: int | None, samples: int) -> int:
         form = None if value is None else self._record.form(value, samples)
