@@ -1,20 +1,5 @@
-"""Small models in float64 on one thread; Dynamo's caches dropped after each test."""
+"""Small models in float64 on one thread."""
 
-from __future__ import annotations
+from exactly import exactly
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
-    torch.set_default_dtype(dtype)
-    torch._dynamo.reset()
+__all__ = ["exactly"]

@@ -41,7 +41,7 @@ _CLOSE = 0.02
 class Choice:
     """A schedule of `program`, what it costs, and whether its bytes were measured.
 
-    `overhead` is the time over the plain step's, `bound` the least overhead of any schedule at this room, both as
+    `overhead` is the time over the plain step's, `bound` the least of any schedule in the graph's order, both as
     shares of the plain step's time, and estimates. `whole`: the batch runs as one microbatch, by the captured graph.
     """
 

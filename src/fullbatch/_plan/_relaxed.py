@@ -3,8 +3,8 @@
 For each value and segment, S says that it is held into the segment, for each node R that it is run again there. What
 is read is held or made again; what is made again has its inputs held or made again; what is held was held or made in
 the segment before; what is held fits. The cost of R is least. This is the program of Checkmate (Jain et al. 2020) with
-segments in place of single operators. Its relaxation, in which a fraction of a value may be held, is solved in a
-fraction of a second for a ResNet-50 and bounds every schedule that runs the backward in the graph's order.
+segments in place of single operators. Its relaxation, in which a fraction of a value may be held, is solved quickly,
+and bounds every schedule that runs the backward's operators for the first time in the graph's order.
 
 A choice comes by rounding: segment by segment what the relaxation holds most of is held, as long as it fits. Solving
 again after each decision was tried and gained little; what `_polish` does afterwards gains more in less time.
