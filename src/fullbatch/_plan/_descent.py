@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from fullbatch._plan._polish import Gap, Polish
-
-Held = tuple[frozenset[int], ...]
+from fullbatch._plan._polish import Gap, Held, Polish
 
 # What a share of the room too much weighs against a share of the step's time: more than any recomputation.
 _OVER = 30.0

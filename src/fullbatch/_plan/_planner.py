@@ -7,7 +7,7 @@ to the whole batch, has only its own operators to run again. The plan that is fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fullbatch._errors import BudgetError, Fault
@@ -18,11 +18,14 @@ from fullbatch._plan._simulate import Simulated, simulate
 from fullbatch._plan._stages import Stages
 from fullbatch._size import format_bytes
 
-# A larger microbatch is preferred to a smaller one that leaves less than this share of the room more to hold.
-_NEARLY = 0.95
+# Sizes of microbatch that are searched until so many fit, the most promising first.
+_SIZES = 3
 
 # With fewer samples than this the whole batch at once may be better than the few ways to split it.
 _FEW = 4
+
+# Of the plans found, so many are searched further.
+_DEEP = 2
 
 # Times that the room is lowered in search of the least that is enough.
 _SHRINKS = 12
@@ -56,6 +59,9 @@ class Choice:
     whole: bool
 
 
+_Found = tuple[Candidate, Choice]
+
+
 class Planner:
     """Plans one captured step: `split` into microbatches, or `whole`."""
 
@@ -79,18 +85,26 @@ class Planner:
             return smallest
         raise self._too_small(smallest, owned + room, owned)
 
-    def _search(self, room: int, microbatch: int | None) -> Choice | None:
-        """The fastest choice that fits, of all searches that are worth making."""
-        fits: list[Choice] = []
+    def _search(self, room: int, microbatch: int | None, deep: bool = True) -> Choice | None:
+        """The fastest choice that fits, of all searches that are worth making; `deep`: the best are searched on."""
+        fits: list[_Found] = []
         for candidates in self._searches(room, microbatch, fits):
-            found = [choice for c in candidates if (choice := self._exact(c, room)).simulated.peak <= room]
-            best = min((choice.overhead for choice in fits), default=float("inf"))
+            found = self._that_fit(candidates, room)
+            best = min((choice.overhead for _, choice in fits), default=float("inf"))
             fits.extend(found)
-            if best < float("inf") and not any(choice.overhead < best - _BETTER for choice in found):
+            if found and not any(choice.overhead < best - _BETTER for _, choice in found):
                 break  # another size brings nothing any more
-            if any(choice.overhead - choice.bound <= _CLOSE for choice in found):
+            if any(choice.overhead - choice.bound <= _CLOSE for _, choice in found):
                 break
-        return min(fits, key=lambda choice: choice.overhead, default=None)
+        for start in _best_by_size(fits)[: _DEEP if deep else 0]:
+            tried = start.side.search(start, room, start.side.costs(start.size, room))
+            fits += self._that_fit(_likely(tried, room), room)
+        return min((choice for _, choice in fits), key=lambda choice: choice.overhead, default=None)
+
+    def _that_fit(self, candidates: Sequence[Candidate], room: int) -> list[_Found]:
+        """Those whose exact peak is at most `room`."""
+        walked = [(candidate, self._exact(candidate, room)) for candidate in candidates]
+        return [(candidate, choice) for candidate, choice in walked if choice.simulated.peak <= room]
 
     def plain_peak(self) -> int:
         """Bytes that the whole batch at once allocates, by estimate."""
@@ -101,7 +115,7 @@ class Planner:
 
     # ---- search
 
-    def _searches(self, room: int, microbatch: int | None, fits: list[Choice]) -> Iterator[list[Candidate]]:
+    def _searches(self, room: int, microbatch: int | None, fits: Sequence[_Found]) -> Iterator[list[Candidate]]:
         """Candidates of one program at one size, the most promising first, search by search. `fits`: found so far."""
         if microbatch is not None:
             yield self._fitting(self._side(microbatch), microbatch, room)
@@ -111,11 +125,11 @@ class Planner:
             cost = self._whole.costs(self._batch, room)
             yield [self._whole.hold_all(self._batch, cost)]
         if self._batch > 1:
-            yield from self._split_searches(room)
+            yield from self._split_searches(room, fits)
         if self._batch < _FEW or not fits:
             yield self._fitting(self._whole, self._batch, room)
 
-    def _split_searches(self, room: int) -> Iterator[list[Candidate]]:
+    def _split_searches(self, room: int, fits: Sequence[_Found]) -> Iterator[list[Candidate]]:
         sizes = [size for size in microbatch_sizes(self._batch) if size < self._batch]
         split = self._split
         if not split.across:
@@ -125,17 +139,16 @@ class Planner:
                 else:
                     yield [split.hold_all(size, split.costs(size, room))]
             return
-        # A smaller microbatch has less at work and leaves more to hold: the largest that leaves nearly as much first.
-        most = split.headroom(1, room)
-        first = next(at for at, size in enumerate(sizes) if size == 1 or split.headroom(size, room) >= _NEARLY * most)
-        for size in dict.fromkeys([*sizes[first : first + 3 : 2], 1]):
+        # A smaller microbatch has less at work and leaves more to hold, but reads the weights more often.
+        outlook = {size: split.outlook(size, room) for size in sizes}
+        for size in sorted(sizes, key=lambda size: (outlook[size], size)):
+            if len({candidate.size for candidate, _ in fits}) >= _SIZES:
+                return
             yield self._fitting(split, size, room)
 
     def _fitting(self, side: Side, size: int, room: int) -> list[Candidate]:
         """The fastest candidates that fit by the costs they were planned with; else the one with least peak."""
-        tried = side.fit(size, room, side.costs(size, room))
-        fits = sorted((c for c in tried if c.peak <= room), key=lambda c: c.time)
-        return fits[:2] or [min(tried, key=lambda c: c.peak)]
+        return _likely(side.fit(size, room, side.costs(size, room)), room)
 
     def _exact(self, candidate: Candidate, room: int | None) -> Choice:
         side = candidate.side
@@ -166,7 +179,7 @@ class Planner:
             found = [self._least_at(self._side(size), size) for size in dict.fromkeys(sizes)]
             least = min(found, key=lambda choice: choice.simulated.peak)
             for _ in range(_SHRINKS if len(self._whole.program.tasks) < _SMALL else 1):
-                closer = self._search(least.simulated.peak - 1, microbatch)
+                closer = self._search(least.simulated.peak - 1, microbatch, deep=False)
                 if closer is None:
                     break
                 least = closer
@@ -203,6 +216,21 @@ class Planner:
             ),
             smallest=smallest,
         )
+
+
+def _likely(tried: Sequence[Candidate], room: int) -> list[Candidate]:
+    """The fastest candidates that fit by the costs they were planned with; else the one with least peak."""
+    fits = sorted((c for c in tried if c.peak <= room), key=lambda c: c.time)
+    return fits[:2] or sorted(tried, key=lambda c: c.peak)[:1]
+
+
+def _best_by_size(found: Sequence[_Found]) -> list[Candidate]:
+    """Of each size the fastest, the fastest first, but for those that are near their bound."""
+    best: dict[tuple[int, bool], Candidate] = {}
+    for candidate, choice in sorted(found, key=lambda pair: pair[1].overhead):
+        if choice.overhead - choice.bound > _CLOSE:
+            best.setdefault((candidate.size, choice.whole), candidate)
+    return list(best.values())
 
 
 def _by_bisection(sizes: list[int], fits: Callable[[int], bool]) -> list[int]:

@@ -7,10 +7,18 @@ are tried: held where there is room and it saves work, or in exchange for others
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fullbatch._plan._needs import Needs
 from fullbatch._plan._relaxed import HoldingProblem
+
+Held = tuple[frozenset[int], ...]
+"""Values held into each segment."""
+
+# A shake lets go of what is held into so many segments in a row this share, by chance.
+_WIDTH, _LET_GO = 2, 0.4
 
 
 @dataclass(frozen=True)
@@ -33,26 +41,68 @@ class Polish:
         self._reduced, self._problem, self._limits = problem.reduced, problem, limits
         self._scale = problem.scale
         self._held = [frozenset(values) for values in held]
-        self._runs: list[set[int]] = [set() for _ in held]
-        self._reads: list[set[int]] = [set() for _ in held]
-        self._again = [0.0] * len(held)
+        self._needs = [Needs(self._reduced, t, values) for t, values in enumerate(self._held)]
         self._slack = [0.0] * len(held)
         self._trials = 0
         self._follow(0, len(held))
 
     @property
-    def held(self) -> tuple[frozenset[int], ...]:
+    def held(self) -> Held:
         """The choice as it is now."""
         return tuple(self._held)
 
     @property
     def cost(self) -> float:
         """Of what is run again."""
-        return sum(self._again)
+        return _cost(self._needs)
+
+    def within(self, limits: Sequence[float]) -> bool:
+        """Keeps to other limits: lets go what costs least for the room that it gives. Whether that was enough."""
+        self._slack = [slack + new - old for slack, new, old in zip(self._slack, limits, self._limits, strict=True)]
+        self._limits = list(limits)
+        while lacking := {t: -slack for t, slack in enumerate(self._slack) if t and slack < 0}:
+            offers = self.offers(lacking)
+            if not offers:
+                return False
+            offer = min(offers, key=lambda o: o.worth / self._helps(o, lacking))
+            self._set(offer, False)
+            self._follow(offer.first, offer.last)
+        return True
 
     def improve(self, trials: int) -> None:
         """Takes every exchange that saves work, until there is none or so many things were tried."""
         self._trials = trials
+        self._climb()
+
+    def search(self, trials: int) -> None:
+        """Lets go some of what is held about one place and climbs again, in turn at every place; keeps what is better.
+
+        Exchanges of one gap for others end where only several at once would help.
+        """
+        self._trials = trials
+        dice = random.Random(0)  # the same search for the same problem
+        places = len(self._held)
+        while self._trials > 0 and places > 1:
+            begin = self._trials
+            for segment in dice.sample(range(1, places), places - 1):
+                self._shake(range(segment, min(places, segment + _WIDTH)), dice)
+            if self._trials == begin:  # all that was met is known
+                return
+
+    def _shake(self, segments: range, dice: random.Random) -> None:
+        kept = self._state()
+        gone = [gap for gap in self.offers(segments) if dice.random() < _LET_GO]
+        for gap in gone:
+            self._set(gap, False)
+        if not gone:
+            return
+        self._follow(min(gap.first for gap in gone), max(gap.last for gap in gone))
+        self._climb()
+        fits = all(now >= min(0.0, then) for now, then in zip(self._slack, kept[-1], strict=True))
+        if not (fits and self.cost < _cost(kept[1]) * (1 - 1e-6)):
+            self._held, self._needs, self._slack = kept
+
+    def _climb(self) -> None:
         while self._trials > 0:
             wishes = sorted(self.wishes(), key=lambda gap: -gap.worth / self._size(gap))
             if not any(self._grant(gap) for gap in wishes[:200]):
@@ -63,31 +113,27 @@ class Polish:
     def _size(self, gap: Gap) -> float:
         return self._scale * self._reduced.sizes[gap.value] * (gap.last - gap.first + 1)
 
-    def _work(self, segment: int, held: frozenset[int]) -> float:
-        self._trials -= 1
-        return self._reduced.again(segment, self._reduced.closure(segment, held))
-
     def wishes(self) -> list[Gap]:
         """Gaps that are not held at whose end the value is made again."""
         found = []
         for segment in range(1, self._reduced.segments):
-            now = self._again[segment]
-            for index in self._runs[segment]:
+            needs = self._needs[segment]
+            for index in needs.runs:
                 node = self._reduced.nodes[index]
                 if node.segment >= segment:
                     continue
+                self._trials -= len(node.outputs)
                 for value in node.outputs:
-                    first = self._last_there(value, segment)
-                    worth = now - self._work(segment, self._held[segment] | {value})
+                    worth = needs.saved(value)
                     if worth > 0:
-                        found.append(Gap(value, first, segment, worth))
+                        found.append(Gap(value, self._last_there(value, segment), segment, worth))
         return found
 
     def _last_there(self, value: int, segment: int) -> int:
         """The first segment into which `value` would have to be held to be there at the beginning of `segment`."""
         maker = self._reduced.makers[value].index
         before = segment - 1
-        while maker not in self._runs[before] and value not in self._held[before] and before:
+        while maker not in self._needs[before].runs and value not in self._held[before] and before:
             before -= 1
         return before + 1
 
@@ -100,16 +146,16 @@ class Polish:
                     continue
                 first, last = self._gap_around(value, segment)
                 if (value, last) not in found:
-                    loss = self._work(last, self._held[last] - {value}) - self._again[last]
-                    found[value, last] = Gap(value, first, last, loss)
+                    self._trials -= 1
+                    found[value, last] = Gap(value, first, last, self._needs[last].lost(value))
         return list(found.values())
 
     def _gap_around(self, value: int, segment: int) -> tuple[int, int]:
-        held, reads = self._held, self._reads
+        held, needs = self._held, self._needs
         first = last = segment
-        while value in held[first - 1] and value not in reads[first - 1]:
+        while value in held[first - 1] and value not in needs[first - 1].readers:
             first -= 1
-        while value not in reads[last] and last + 1 < len(held) and value in held[last + 1]:
+        while value not in needs[last].readers and last + 1 < len(held) and value in held[last + 1]:
             last += 1
         return first, last
 
@@ -119,7 +165,8 @@ class Polish:
         """Holds `gap`, in exchange for others where there is no room, if that saves work."""
         if self._trials <= 0 or gap.value in self._held[gap.last]:
             return False
-        worth = self._again[gap.last] - self._work(gap.last, self._held[gap.last] | {gap.value})
+        self._trials -= 1
+        worth = self._needs[gap.last].saved(gap.value)
         size = self._scale * self._reduced.sizes[gap.value]
         span = range(gap.first, gap.last + 1)
         lacking = {t: size - self._slack[t] for t in span if self._slack[t] < size}
@@ -149,16 +196,19 @@ class Polish:
 
     def _exchange(self, gap: Gap, given: Sequence[Gap]) -> bool:
         """Makes the change and keeps it if it saves work as a whole."""
-        kept = self.cost, list(self._held), list(self._runs), list(self._reads), list(self._again), list(self._slack)
+        kept, cost = self._state(), self.cost
         for item in given:
             self._set(item, False)
         self._set(gap, True)
         self._follow(min(item.first for item in (gap, *given)), max(item.last for item in (gap, *given)))
         fits = all(now >= min(0.0, then) for now, then in zip(self._slack, kept[-1], strict=True))
-        if fits and self.cost < kept[0] * (1 - 1e-6):
+        if fits and self.cost < cost * (1 - 1e-6):
             return True
-        _, self._held, self._runs, self._reads, self._again, self._slack = kept
+        self._held, self._needs, self._slack = kept
         return False
+
+    def _state(self) -> tuple[list[frozenset[int]], list[Needs], list[float]]:
+        return list(self._held), list(self._needs), list(self._slack)
 
     def _set(self, gap: Gap, on: bool) -> None:
         for segment in range(gap.first, gap.last + 1):
@@ -170,11 +220,13 @@ class Polish:
         for segment in range(first, len(self._held)):
             held = self._held[segment]
             if segment:
-                held = self._reduced.available(held, self._held[segment - 1], self._runs[segment - 1])
+                held = self._reduced.available(held, self._held[segment - 1], self._needs[segment - 1].runs)
             if segment > last and held == self._held[segment]:
                 return
             self._held[segment] = held
-            self._runs[segment] = self._reduced.closure(segment, held)
-            self._reads[segment] = self._reduced.reads(segment, self._runs[segment])
-            self._again[segment] = self._reduced.again(segment, self._runs[segment])
-            self._slack[segment] = self._limits[segment] - self._problem.weight(segment, held, self._runs[segment])
+            self._needs[segment] = needs = Needs(self._reduced, segment, held)
+            self._slack[segment] = self._limits[segment] - self._problem.weight(segment, held, needs.runs)
+
+
+def _cost(needs: Sequence[Needs]) -> float:
+    return sum(segment.again for segment in needs)

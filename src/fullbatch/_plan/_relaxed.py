@@ -120,7 +120,14 @@ class HoldingProblem:
 
     def bound(self, room: Sequence[float]) -> float:
         """The least cost of what is run again, where `room[t]` bytes may be held into segment t; inf: not possible."""
-        found = self._solve(room, bounding=True)
+        return self._least_cost(room, bounding=True)
+
+    def outlook(self, room: Sequence[float]) -> float:
+        """The same where all that is run again in a segment takes its room at once."""
+        return self._least_cost(room, bounding=False)
+
+    def _least_cost(self, room: Sequence[float], bounding: bool) -> float:
+        found = self._solve(room, bounding)
         return float("inf") if found is None else float(self._costs @ found)
 
     def _solve(self, room: Sequence[float], bounding: bool = False) -> _Array | None:

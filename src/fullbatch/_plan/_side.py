@@ -8,14 +8,14 @@ the peak fits and nothing is left to hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fullbatch._cost._costs import LAUNCH, Coster, estimated, own_cost
 from fullbatch._ir import Kind, Program
 from fullbatch._plan._descent import descend
 from fullbatch._plan._pieces import Bodies, find_segments
-from fullbatch._plan._polish import Polish
+from fullbatch._plan._polish import Held, Polish
 from fullbatch._plan._profile import Profile, profile
 from fullbatch._plan._reduced import Price, Reduced, reduce_program
 from fullbatch._plan._relaxed import HoldingProblem
@@ -27,20 +27,24 @@ _SEGMENTS = (1000, 60, 30, 15)
 _COLUMNS = 60_000
 
 # Times that limits are corrected by what the walk found.
-_ROUNDS = 5
+_ROUNDS = 8
 
 # A candidate this close to its relaxation, as a share of the step's time, is not searched further.
 _CLOSE = 0.01
 
+# The relaxation is solved again where less than this share of the room is used, or more than all; so often at most.
+_FULL, _RELAXATIONS = 0.97, 3
+
 # Limits are set for this share of the room: what an exchange moves about is not known to the byte.
-_AIM = 0.995
+_AIM = 0.998
 
 # Nodes of a program that is small enough to try every gap on the walk itself, and walks for that.
 _SMALL = 150
 _WALKS = 800
 
-# Exchanges of what is held that are tried each time limits are corrected.
-_TRIALS = 12_000
+# Changes of what is held that are tried each time limits are corrected, and in a search from there.
+_TRIALS = 30_000
+_SEARCHES = 60_000
 
 
 @dataclass(frozen=True)
@@ -182,30 +186,55 @@ class Side:
         if candidate.peak <= room:
             return tried
         problem = self.problem(size)
-        best, aim = float("inf"), _AIM
-        besides = self._besides(candidate)
-        for _ in range(_ROUNDS):
-            limits = [max(0.0, aim * room - most) for most in besides]
-            holding = problem.choose(limits)
+        for _ in range(_RELAXATIONS):
+            holding = problem.choose(self._limits(candidate, room))
             if holding is None:
                 break
-            polish = Polish(problem, holding.held, limits)
-            polish.improve(_TRIALS)
-            candidate = self._candidate(polish.held, size, cost)
-            tried.append(candidate)
-            if candidate.peak > 2 * room:
+            found = list(self._settled(holding.held, candidate, room, cost, holding.bound))
+            tried += found
+            candidate = found[-1]
+            if _FULL * room < candidate.peak <= room:
                 break
-            if candidate.peak <= room:
-                close = candidate.again - holding.bound <= _CLOSE * self.work
-                if close or candidate.peak > 0.995 * room or candidate.again > 0.98 * best:
-                    break
-                best = candidate.again
-            aim *= max(0.85, min(1.02, 0.998 * room / candidate.peak))
-            if candidate.peak > 1.02 * room:
-                besides = [max(pair) for pair in zip(besides, self._besides(candidate), strict=True)]
         if len(self.reduced.nodes) <= _SMALL and not self.across and len(tried) > 1:
             tried.extend(self._descended(tried, room, cost))
         return tried
+
+    def search(self, start: Candidate, room: int, cost: Coster) -> list[Candidate]:
+        """Candidates that may be faster than `start`, which fits."""
+        problem = self.problem(start.size)
+        polish = Polish(problem, start.held, self._limits(start, room))
+        polish.search(_SEARCHES)
+        return list(self._settled(polish.held, start, room, cost, 0.0))
+
+    def _limits(self, candidate: Candidate, room: int) -> list[float]:
+        """Bytes that may be held into each segment, where what comes on top is as in `candidate`."""
+        return [max(0.0, _AIM * room - most) for most in self._besides(candidate)]
+
+    def _settled(self, held: Held, walked: Candidate, room: int, cost: Coster, bound: float) -> Iterator[Candidate]:
+        """`held` improved, as a candidate; then with limits corrected by the walk over it, and so on.
+
+        Limits are those of `walked` at first. Where a walk exceeds the room they never rise again.
+        """
+        problem, best = self.problem(walked.size), float("inf")
+        limits = self._limits(walked, room)
+        polish = Polish(problem, held, limits)
+        most = [float("inf")] * len(limits)
+        for _ in range(_ROUNDS):
+            within = polish.within(limits)
+            polish.improve(_TRIALS)
+            candidate = self._candidate(polish.held, walked.size, cost)
+            yield candidate
+            if candidate.peak <= room:
+                close = candidate.again - bound <= _CLOSE * self.work and candidate.peak > _FULL * room
+                if close or candidate.again > 0.995 * best:
+                    return
+                best = candidate.again
+            elif not within:
+                return
+            limits = self._limits(candidate, room)
+            for t in _exceeding(candidate.peaks, room):
+                most[t] = min(most[t], limits[t])
+            limits = [min(pair) for pair in zip(limits, most, strict=True)]
 
     def _descended(self, tried: Sequence[Candidate], room: int, cost: Coster) -> list[Candidate]:
         """Some of `tried` improved on the walk itself: that which is nearest to the room, and the first two."""
@@ -239,9 +268,12 @@ class Side:
         ]
         return [inside[0], *(max(pair) for pair in zip(inside, inside[1:], strict=False))]
 
-    def headroom(self, size: int, room: int) -> float:
-        """Bytes that may be held where least may be, in microbatches of `size`."""
-        return room - max(self._besides(self.hold_all(size))[1:], default=0.0)
+    def outlook(self, size: int, room: int) -> float:
+        """The time of microbatches of `size`, if as little were run again as the relaxation says; inf: none fits."""
+        candidate = self.hold_all(size)
+        limits, problem = self._limits(candidate, room), self.problem(size)
+        # What is made again in a segment takes room there too: all of it at once is too much to count, none too little.
+        return candidate.time + (problem.bound(limits) + problem.outlook(limits)) / 2
 
     def hold_nothing(self, size: int, cost: Coster) -> Candidate:
         """All that can be run again is."""
@@ -255,3 +287,12 @@ class Side:
         whole = self.hold_all(size).profile.whole
         again = problem.bound([max(0.0, room - fixed) for fixed in whole])
         return self.work + again + self.launch * self.hold_all(self.program.batch).schedule.count_runs()
+
+
+def _exceeding(peaks: Sequence[int], room: int) -> Iterator[int]:
+    """Segments whose beginning or end has a peak above `room` beside it."""
+    for t, peak in enumerate(peaks):
+        if peak > room:
+            yield t
+            if t + 1 < len(peaks):
+                yield t + 1

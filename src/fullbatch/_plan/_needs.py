@@ -1,0 +1,64 @@
+"""What runs in one segment for what is held into it, and what one more or one less would change.
+
+A search over what to hold asks this many thousands of times. Walking the segment's whole graph for each question would
+take most of its time; with the readers of each value counted, only the part that changes is walked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from fullbatch._plan._reduced import Reduced
+
+
+class Needs:
+    """One segment with `held` at its beginning. Never changed: another choice has another.
+
+    `runs`: nodes that run. `readers[v]`: how many of them, and of the targets, read value v. `again`: cost of those
+    that do not run for the first time.
+    """
+
+    def __init__(self, reduced: Reduced, segment: int, held: AbstractSet[int]) -> None:
+        self._reduced, self._segment, self._held = reduced, segment, held
+        self.runs = reduced.closure(segment, held)
+        self.readers: dict[int, int] = dict.fromkeys(reduced.wanted[segment], 1)
+        for index in self.runs:
+            for value in reduced.nodes[index].inputs:
+                self.readers[value] = self.readers.get(value, 0) + 1
+        self.again = reduced.again(segment, self.runs)
+
+    def saved(self, value: int) -> float:
+        """Cost of what would not run if `value` were held as well."""
+        if value in self._held or value not in self.readers:
+            return 0.0
+        makers, readers = self._reduced.makers, self.readers
+        gone: dict[int, int] = {value: readers[value]}  # readers that a value loses
+        total, stack = 0.0, [value]
+        while stack:
+            node = makers[stack.pop()]
+            if node.segment >= self._segment:
+                continue
+            if any(readers.get(out, 0) > gone.get(out, 0) and out not in self._held for out in node.outputs):
+                continue
+            total += node.cost
+            for read in node.inputs:
+                gone[read] = gone.get(read, 0) + 1
+                if gone[read] == readers[read] and read not in self._held:
+                    stack.append(read)
+        return total
+
+    def lost(self, value: int) -> float:
+        """Cost of what would run as well if `value` were not held."""
+        if value not in self._held or value not in self.readers:
+            return 0.0
+        makers, total = self._reduced.makers, 0.0
+        started: set[int] = set()
+        stack = [value]
+        while stack:
+            node = makers[stack.pop()]
+            if node.index in self.runs or node.index in started:
+                continue
+            started.add(node.index)
+            total += node.cost
+            stack += [read for read in node.inputs if read == value or read not in self._held]
+        return total
