@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+YOLO := $(VENV)/yolo/ultralytics
 
 .PHONY: demo test test-all lint clean
 
@@ -13,18 +14,23 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(YOLO)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests demo benchmarks
-	$(BIN)/ruff format --check src tests demo benchmarks
+	$(BIN)/ruff check src tests demo benchmarks examples
+	$(BIN)/ruff format --check src tests demo benchmarks examples
 	$(BIN)/mypy
 
 # constraints.txt pins what the tests were seen to pass with; a user's own install is not bound by it.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,demo]'
+	touch $@
+
+# Aside, and without what it asks for: see tests/split/yolo.txt.
+$(YOLO): tests/split/yolo.txt | $(STAMP)
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/yolo -r tests/split/yolo.txt
 	touch $@
 
 clean:

@@ -1,5 +1,6 @@
 """Train at the batch that the task needs, on the memory that there is, with the gradient of the whole batch."""
 
+from fullbatch import eager, lr, optim
 from fullbatch._errors import (
     BatchError,
     BudgetError,
@@ -11,14 +12,18 @@ from fullbatch._errors import (
     MeasureError,
     MemorySizeError,
     ModelError,
+    OptimizerError,
     PlanError,
     VerifyError,
 )
+from fullbatch._head._head import linear_cross_entropy
+from fullbatch._largest import Largest, largest
 from fullbatch._memory._ledger import Ledger, explain
 from fullbatch._memory._measure import Measurement, measure
 from fullbatch._plan._diff import PlanDiff
 from fullbatch._plan._frontier import Frontier
 from fullbatch._plan._plan import Plan
+from fullbatch._prepared import Prepared
 from fullbatch._step import Step
 from fullbatch._verify import Certificate
 
@@ -33,17 +38,25 @@ __all__ = [
     "Fault",
     "Frontier",
     "FullbatchError",
+    "Largest",
     "Ledger",
     "LossError",
     "MeasureError",
     "Measurement",
     "MemorySizeError",
     "ModelError",
+    "OptimizerError",
     "Plan",
     "PlanDiff",
     "PlanError",
+    "Prepared",
     "Step",
     "VerifyError",
+    "eager",
     "explain",
+    "largest",
+    "linear_cross_entropy",
+    "lr",
     "measure",
+    "optim",
 ]

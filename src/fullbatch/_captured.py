@@ -16,14 +16,16 @@ from torch import fx
 from fullbatch._axis._build import RESLICE_ABOVE, build
 from fullbatch._axis._whole import build_whole
 from fullbatch._capture._joint import Joint, trace_joint
+from fullbatch._capture._split import output_forms
 from fullbatch._cost._costs import Coster
 from fullbatch._cost._probe import Prober
+from fullbatch._eager_loss import EagerLoss, LossCall
 from fullbatch._errors import Fault, ModelError, PlanError
 from fullbatch._ir import Kind, Layout, Program
 from fullbatch._memory._free import held_by_others
 from fullbatch._plan._adopt import ANEW, Limits, adopt, bound_of, compare
 from fullbatch._plan._adopt import note as loaded_note
-from fullbatch._plan._fingerprint import Fingerprint, fingerprint, input_forms
+from fullbatch._plan._fingerprint import Fingerprint, fingerprint, in_words, input_forms
 from fullbatch._plan._frontier import Live, register
 from fullbatch._plan._plan import TIMED, Plan
 from fullbatch._plan._planner import Choice, Planner
@@ -34,6 +36,7 @@ from fullbatch._plan._stages import Stages, find_stages
 from fullbatch._run._commit import Pending
 from fullbatch._run._executor import RANDOM_BYTES, Executor
 from fullbatch._run._fuse import NOTE
+from fullbatch._scaler import SOURCE, scale_bytes
 from fullbatch._tree import BatchShape
 
 
@@ -85,7 +88,9 @@ class Captured:
         measure: bool = True,
         compile: bool = False,
         timed: bool = False,
+        eager: EagerLoss | None = None,
     ) -> None:
+        self.eager = eager  # a loss that is not captured
         self._graph, self._compile, self._timed = graph, compile, timed
         self._reslice_above = reslice_above
         self._measures = measure
@@ -98,7 +103,7 @@ class Captured:
         """Traces forward and backward and derives the program, once."""
         if self._ready:
             return
-        self.joint: Joint = trace_joint(self._graph, inputs)
+        self.joint: Joint = trace_joint(self._graph, inputs, self.eager)
         dims = {id(leaf): dim for leaf, dim in zip(leaves, shape.dims, strict=True)}
         self.batch_positions = [at for at, tensor in enumerate(inputs) if id(tensor) in dims]
         layouts: dict[int, Layout] = {}
@@ -109,24 +114,28 @@ class Captured:
         self._refuse_mutated_batch()
         self.program: Program = build(self.joint, layouts, shape.size, self._reslice_above)
         self.stages: Stages = find_stages(self.program)
+        self._whole_program = build_whole(self.joint, shape.size)
+        self._arrange(inputs)
+        carried = {at: layout.dim for at, layout in layouts.items()}
+        gradients = [at for at, node in self.joint.gradients.items() if node is not None]
+        self._forms = input_forms(inputs, self.joint.sources, carried, gradients, self.joint.mutated)
+        self._replicated = shape.replicated
+        self._shape = shape
+        self._ready = True
+
+    def _arrange(self, inputs: Sequence[torch.Tensor]) -> None:
+        """What plans are made of: costs of the program, split and whole."""
         used = set(self.program.inputs)
         self._device = inputs[0].device if inputs else torch.device("cpu")
         given = {at: tensor for at, tensor in enumerate(inputs) if at in used}
-        whole = build_whole(self.joint, shape.size)
+        whole = self._whole_program
         self._probers = [Prober(self.program, given), Prober(whole, given)]
         self._split = Side(self.program, self.stages, self._probers[0].costs, self._measures, self._price(0))
         self._whole = Side(whole, find_stages(whole), self._probers[1].costs, self._measures, self._price(1))
         self._planner = Planner(self._split, self._whole)
-        self._live = Live(
-            self._planner.choose, self._planner.plain_peak, RANDOM_BYTES if self.random else 0, self._device
-        )
-        carried = {at: layout.dim for at, layout in layouts.items()}
-        gradients = [at for at, node in self.joint.gradients.items() if node is not None]
-        self._forms = input_forms(inputs, self.joint.sources, carried, gradients, self.joint.mutated)
+        self._live = Live(self._planner.choose, self._planner.plain_peak, self._besides, self._device)
         self._fingerprints: dict[tuple[Side, int], Fingerprint] = {}  # by program and threads
-        self._replicated = shape.replicated
-        self._shape = shape
-        self._ready = True
+        self._planned = []
 
     def _price(self, which: int) -> Price | None:
         """Measured seconds of a task over the whole batch, where asked for: split, in quarters of it."""
@@ -166,19 +175,26 @@ class Captured:
         """Whether the step draws from the default generator."""
         return any(task.random for task in self.program.tasks)
 
+    @property
+    def _besides(self) -> int:
+        """Bytes that a step takes beside its program: the generator's state, the scale of the loss."""
+        scaled = f"L['{SOURCE}']" in self.joint.sources
+        kept = self.eager.kept if self.eager is not None else 0
+        return RANDOM_BYTES * self.random + scale_bytes(self._device) * scaled + kept
+
     def plan(self, request: Request) -> tuple[Plan, Executor]:
         """The plan for `request`. Raises BudgetError.
 
         What a step owns may change a little at every call (a tensor of another size that nothing reads), so a plan that
         was made for nearly as much room, and fits, serves again.
         """
-        draws = RANDOM_BYTES if self.random else 0
-        room = None if request.budget is None else request.budget - request.owned - draws
+        besides = self._besides
+        room = None if request.budget is None else request.budget - request.owned - besides
         for planned in reversed(self._planned):
             if planned.serves(room, request.microbatch):
                 break
         else:
-            choice, note = self._choose(room, request, draws)
+            choice, note = self._choose(room, request, besides)
             executor = Executor(choice.program, choice.schedule, compile=self._compile)
             planned = _Planned(room, request.microbatch, choice, executor, self._describe(choice, request, note))
         self._planned = [*(other for other in self._planned if other is not planned), planned][-_PLANS:]
@@ -191,32 +207,32 @@ class Captured:
             )  # fmt: skip
         return plan, planned.executor
 
-    def _choose(self, room: int | None, request: Request, draws: int) -> tuple[Choice, str]:
+    def _choose(self, room: int | None, request: Request, besides: int) -> tuple[Choice, str]:
         """The choice for `request`, and a note on the plan that came with it."""
         note = ""
         if request.saved is not None:
             try:
-                return self._adopted(request.saved, request, draws)
+                return self._adopted(request.saved, request, besides)
             except PlanError:
                 if request.must_fit:
                     raise
                 note = ANEW
-        return self._planner.choose(room, request.microbatch, request.owned + draws), note
+        return self._planner.choose(room, request.microbatch, request.owned + besides), note
 
-    def _adopted(self, saved: Plan, request: Request, draws: int) -> tuple[Choice, str]:
+    def _adopted(self, saved: Plan, request: Request, besides: int) -> tuple[Choice, str]:
         side = self._whole if saved.whole else self._split
         now = self._fingerprint(side)
         limits = Limits(request.budget, request.owned, request.microbatch)
         compare(saved, now, limits)
         size = saved.microbatch
         measured = side.exact(size)
-        schedule, simulated = adopt(saved, side.program, side.stages, measured or side.estimate, draws, limits)
+        schedule, simulated = adopt(saved, side.program, side.stages, measured or side.estimate, besides, limits)
         bound = min(bound_of(saved, limits), saved.overhead)
         choice = Choice(
             side.program, side.stages, schedule, simulated, size, measured is not None, saved.overhead, bound,
             saved.whole,
         )  # fmt: skip
-        return choice, loaded_note(saved, now, simulated.peak + draws)
+        return choice, loaded_note(saved, now, simulated.peak + besides)
 
     def _fingerprint(self, side: Side) -> Fingerprint:
         key = side, torch.get_num_threads()
@@ -225,8 +241,7 @@ class Captured:
         return self._fingerprints[key]
 
     def _describe(self, choice: Choice, request: Request, note: str) -> Plan:
-        draws = RANDOM_BYTES if self.random else 0
-        activations = choice.simulated.peak + draws
+        activations = choice.simulated.peak + self._besides
         found = self._fingerprint(self._whole if choice.whole else self._split)
         register(self._live, found.digest)
         return Plan(
@@ -257,6 +272,7 @@ class Captured:
                     note,
                     request.note,
                     *self.joint.notes,
+                    *(self.eager.notes if self.eager is not None else ()),
                     *(note for prober in self._probers for note in prober.notes),
                     held_by_others(self._device),
                 )
@@ -283,3 +299,33 @@ class Captured:
         buffers = [(inputs[at], result(node)) for at, node in self.joint.mutated.items()]
         outputs = [result(node) for node in self.joint.outputs]
         return outputs, Pending(gradients, buffers)
+
+    def begin(self) -> list[Any]:
+        """What the captured call of a forward returns: tensors that are filled when its loss is about to run."""
+        assert self.eager is not None
+        return self.eager.begin(output_forms(self._graph))
+
+    def run_with_loss(
+        self, executor: Executor, inputs: Sequence[torch.Tensor], call: LossCall,
+        drawn: Callable[[int, int, Any], None] | None = None,
+    ) -> Pending:  # fmt: skip
+        """Runs one step whose loss is not captured; `call.result` has what that returned."""
+        eager = self.eager
+        assert eager is not None
+        call.buffers = [inputs[at] for at, node in self.joint.mutated.items() if isinstance(node, fx.Node)]
+        call.read = [
+            (in_words(self.joint.sources[at]), inputs[at]) for at in self.program.inputs if at not in self.joint.mutated
+        ]
+        call.forked, known = self.random, eager.workspace
+        eager.call = call
+        try:
+            _, pending = self.run(executor, inputs, drawn)
+        finally:
+            eager.call = None
+        reached = {id(inputs[at]) for at, made in eager.reaches.items() if made & call.reached}
+        pending.gradients = [(leaf, grad) for leaf, grad in pending.gradients if id(leaf) in reached]
+        if call.forked and call.ended is not None:
+            call.ended.restore()
+        if eager.workspace != known:  # known from now on: the next call's plan counts it
+            self._arrange(inputs)
+        return pending

@@ -85,6 +85,10 @@ class CompileError(FullbatchError, RuntimeError):
     """A part of the step cannot be compiled: no C++ compiler, or TorchInductor fails."""
 
 
+class OptimizerError(FullbatchError, ValueError):
+    """An option of an optimizer or of a learning rate that is out of range; a gradient that an optimizer cannot take."""
+
+
 class VerifyError(FullbatchError):
     """The planned step and the plain one could not be compared."""
 

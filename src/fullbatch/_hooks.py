@@ -11,14 +11,7 @@ from fullbatch._tree import modules
 
 def refuse_hooks(model: Any) -> None:
     """Raises ModelError naming each module with a hook that the step would skip, or run once a microbatch."""
-    faults = []
-    for prefix, root in modules(model).items():
-        for name, module in root.named_modules():
-            hooks = _torch.backward_hooks(module)
-            if hooks:
-                faults.append(_fault(f"{prefix}.{name}".strip(".") or type(module).__name__, hooks))
-    if everywhere := _torch.global_hooks("backward"):
-        faults.append(_fault("every module (a global hook)", everywhere))
+    faults = _backward_faults(model)
     if everywhere := _torch.global_hooks("forward"):
         faults.append(
             Fault(
@@ -30,6 +23,24 @@ def refuse_hooks(model: Any) -> None:
         )
     if faults:
         raise ModelError(*faults)
+
+
+def refuse_backward_hooks(model: Any) -> None:
+    """Raises ModelError naming each module with a hook that would see the gradient of a microbatch."""
+    if faults := _backward_faults(model):
+        raise ModelError(*faults)
+
+
+def _backward_faults(model: Any) -> list[Fault]:
+    faults = []
+    for prefix, root in modules(model).items():
+        for name, module in root.named_modules():
+            hooks = _torch.backward_hooks(module)
+            if hooks:
+                faults.append(_fault(f"{prefix}.{name}".strip(".") or type(module).__name__, hooks))
+    if everywhere := _torch.global_hooks("backward"):
+        faults.append(_fault("every module (a global hook)", everywhere))
+    return faults
 
 
 def _fault(where: str, hooks: list[Any]) -> Fault:

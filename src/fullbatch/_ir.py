@@ -164,6 +164,7 @@ class Task:
     random: bool = False
     view: bool = False  # by its name an alias of its first input
     fills: bool = False  # makes a constant, which is one element seen many times
+    eager: bool = False  # the user's own Python: run once a step, and never alone for its costs
     flops: int = 0  # of the whole batch
     layout: Layout | None = None
     reduction: Reduction = Reduction.SUM

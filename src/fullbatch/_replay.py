@@ -6,15 +6,26 @@ handed the planned one's draws, put together over the microbatches, wherever it 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fullbatch import _torch
+from fullbatch._axis._operator import draws_with
 from fullbatch._errors import VerifyError
 from fullbatch._ir import Program, Task
 from fullbatch._plan._schedule import ALL
 from fullbatch._run._executor import paste
+
+_PAIRS = ("native_dropout", "rrelu_with_noise")  # operators that return a result and what they drew
+
+
+@dataclass(frozen=True)
+class _Seed:
+    """What an operator drew that does not return it (attention with dropout): it ran under this seed, as a whole."""
+
+    value: int
 
 
 class Draws:
@@ -22,7 +33,8 @@ class Draws:
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[int, Any]] = {}
-        self._whole: list[torch.Tensor] = []
+        self._seeds: dict[int, _Seed] = {}
+        self._whole: list[torch.Tensor | _Seed] = []
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -30,24 +42,32 @@ class Draws:
     def record(self, task: int, microbatch: int, results: Any) -> None:
         """Called by the executor for each run of a random task; a recompute draws the same again."""
         self._parts.setdefault(task, {})[microbatch] = results
+        self._seeds[task] = _Seed(torch.initial_seed())  # the executor has seeded this run
 
     def join(self, program: Program, samples: tuple[int, ...]) -> None:
         """Puts the microbatches' draws together."""
         for ident in sorted(self._parts):
-            task, parts = program.by_id[ident], self._parts[ident]
-            # Of dropout the mask is the draw, of everything else the result.
-            which = 1 if not task.single else 0
-            pick = [results if task.single else results[which] for _, results in sorted(parts.items())]
-            self._whole.append(pick[0] if ALL in parts else _joined(program, task, pick, samples))
+            self._whole.append(self._drawn(program, program.by_id[ident], self._parts[ident], samples))
 
-    def next(self, operator: object) -> torch.Tensor:
-        """The draws of the next random operator."""
-        if not self._whole:
+    def _drawn(
+        self, program: Program, task: Task, parts: dict[int, Any], samples: tuple[int, ...]
+    ) -> torch.Tensor | _Seed:
+        if task.single:
+            pick = [results for _, results in sorted(parts.items())]
+        elif any(name in task.origin.op for name in _PAIRS):
+            pick = [results[1] for _, results in sorted(parts.items())]
+        else:
+            return self._seeds[task.id]
+        return pick[0] if ALL in parts else _joined(program, task, pick, samples)
+
+    def at(self, place: int, operator: object) -> torch.Tensor | _Seed:
+        """What the random operator number `place` of the forward drew."""
+        if not 0 <= place < len(self._whole):
             raise VerifyError.of(
                 f"The plain step draws random numbers that the planned one does not: {operator}.",
                 expected="the same random operators in both", next="step.verify() with the model in eval mode",
             )  # fmt: skip
-        return self._whole.pop(0)
+        return self._whole[place]
 
 
 def _joined(program: Program, task: Task, parts: list[torch.Tensor], samples: tuple[int, ...]) -> torch.Tensor:
@@ -64,29 +84,50 @@ def _joined(program: Program, task: Task, parts: list[torch.Tensor], samples: tu
     return whole
 
 
+_BASE = 1 << 40
+
+
 class Replay(_torch.DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its mode untyped
-    """While it is entered, random operators return `draws` in order."""
+    """While it is entered, random operators return `draws` in order.
+
+    The place in that order is the seed of the default generator. So what puts the generator back to where it was puts
+    the order back too: a checkpoint of the user's, whose recompute must see the draws of its forward.
+    """
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws, self._active = draws, bool(draws)
 
+    def __enter__(self) -> Any:
+        if self._active:
+            torch.manual_seed(_BASE)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._active or torch.Tag.nondeterministic_seeded not in func.tags or _draws_nothing(func, args, kwargs):
+        if not self._active or torch.Tag.nondeterministic_seeded not in func.tags or not draws_with(func, args, kwargs):
             return func(*args, **kwargs)
-        draw = self._draws.next(func)
-        name = str(func).split(".")[1]
-        if name == "native_dropout":
-            source, p = args[0], args[1]
-            return source * draw * (1.0 / (1.0 - p)), draw
-        if name.endswith("_"):
-            return args[0].copy_(draw)
-        return draw.to(kwargs.get("dtype") or draw.dtype)
+        place = torch.initial_seed() - _BASE
+        draw = self._draws.at(place, func)
+        try:
+            if isinstance(draw, _Seed):
+                torch.manual_seed(draw.value)
+                return func(*args, **kwargs)
+            return _given(str(func).split(".")[1], draw, args, kwargs)
+        finally:
+            torch.manual_seed(_BASE + place + 1)
 
 
-def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Attention without dropout is tagged random, and draws nothing."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return "dropout_p" in names and not given.get("dropout_p", 0.0)
+def _given(name: str, draw: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """What the operator returns where it draws `draw`."""
+    if name == "native_dropout":
+        source, p = args[0], args[1]
+        return source * draw * (1.0 / (1.0 - p)), draw
+    if name.startswith("rrelu_with_noise"):
+        result = args[0] * args[1].copy_(draw)  # the noise is written into an argument; 1 where the input is positive
+        return args[0].copy_(result) if name.endswith("_") else result
+    if kwargs.get("out") is not None:
+        return kwargs["out"].copy_(draw)
+    if name.endswith("_"):
+        return args[0].copy_(draw)
+    return draw.to(kwargs.get("dtype") or draw.dtype)

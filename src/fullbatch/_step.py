@@ -6,15 +6,17 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fullbatch._capture._frontend import Frontend
+from fullbatch._capture._joint import Joint
 from fullbatch._capture._modules import traceable
 from fullbatch._captured import Captured, Request
+from fullbatch._eager_loss import EagerLoss
 from fullbatch._errors import (
     BatchError,
     CaptureError,
@@ -27,15 +29,20 @@ from fullbatch._errors import (
     check_all,
 )
 from fullbatch._hooks import refuse_hooks
+from fullbatch._memory._after import planned
 from fullbatch._memory._free import RESERVE, free_bytes
-from fullbatch._memory._owned import owned_bytes
+from fullbatch._memory._owned import optimizer_step, owned_bytes
 from fullbatch._memory._total import total_bytes
 from fullbatch._plan._plan import Plan
+from fullbatch._prepared import Prepared, prepare
 from fullbatch._replay import Draws
+from fullbatch._resume import Progress
 from fullbatch._run._commit import Pending, commit, restore_generator, save_generator
 from fullbatch._run._executor import Executor
 from fullbatch._run._inductor import check_compiler
+from fullbatch._scaler import SOURCE, scale_of
 from fullbatch._size import format_bytes, parse_bytes
+from fullbatch._split import Split, drawn_back, merge, split_of
 from fullbatch._tree import BatchShape, check_devices, find_batch, leaves, named_tensors, returned
 from fullbatch._verify import Certificate, LastBatch, verify
 
@@ -51,12 +58,16 @@ class _Call:
     leaves: list[torch.Tensor]
     shape: BatchShape
     only_plan: bool
+    scale: torch.Tensor | None = None  # what the loss is multiplied by before the backward
     drawn: Callable[[int, int, Any], None] | None = None  # receives what random operators draw
     generator: bytes | None = None  # state of the default generator before the step, where it draws
     pending: Pending | None = None
     inputs: Sequence[torch.Tensor] = ()
     plan: Plan | None = None
     captured: Captured | None = None
+    executor: Executor | None = None  # of a forward whose loss is still to run
+    outputs: list[Any] = field(default_factory=list)  # what that forward returned
+    anew: bool = False  # planned for, whatever plan the step was given
 
 
 class Step:
@@ -67,14 +78,19 @@ class Step:
     anew.
 
     Args:
-        loss_fn: `loss_fn(model, batch) -> loss` or `(loss, aux)`, a scalar and any nest of tensors.
+        loss_fn: `loss_fn(model, batch) -> loss` or `(loss, aux)`, a scalar and any nest of tensors. Or a pair
+            `(forward, loss)` where the loss depends on the data in shape or order (matching, `x[mask]`, `.item()`):
+            `forward(model, batch) -> outputs`, any nest of tensors, is captured and split; `loss(outputs, batch)`
+            returns the loss or `(loss, aux)`, and runs as it is, once a step, on the outputs of the whole batch. It may
+            read parameters of its own, and draws from the default generators. Its memory is measured at its first run.
         model: a Module, or a tuple or dict of Modules, on one device.
         batch: one example of the batch that you want, any nest of tensors. Only its metadata is used.
         memory: the budget in bytes, or "6GiB", "800MB". None: what is free on the device now plus what the step
             already owns, less a reserve of 10 %. It bounds parameters, buffers, gradients, optimizer state, batch
             and everything allocated while the step runs.
         microbatch: samples a microbatch, instead of or besides a budget.
-        optimizer: counted in the budget with the state that it has or will have.
+        optimizer: counted in the budget with the state that it has or will have. Its own step is held against the same
+            budget: what it allocates besides (`step.plan` says so where that sets the peak).
         batch_dims: which dimension of each tensor carries the batch, where the leading one is not it: a nest like the
             batch, of dimensions and None.
         plan: a plan, or the path of one that `step.plan.save` wrote, to use instead of planning. It must be for this
@@ -98,7 +114,7 @@ class Step:
 
     def __init__(
         self,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[[Any, Any], Any] | tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]],
         model: Any,
         batch: Any,
         *,
@@ -113,8 +129,10 @@ class Step:
         self._loss_fn, self._model, self._optimizer, self._batch_dims = loss_fn, model, optimizer, batch_dims
         self._microbatch = microbatch
         self._saved: Plan | None = None
+        self._split: Split | None = None
         check_all(
             lambda: check_devices(model),
+            lambda: setattr(self, "_split", split_of(loss_fn)),
             lambda: _check_callable(loss_fn, optimizer),
             lambda: _check_memory(memory, model),
             lambda: _check_microbatch(microbatch, find_batch(batch, batch_dims).size),
@@ -124,10 +142,11 @@ class Step:
         self._device, self._compile, self._timed = check_devices(model), compile, timed
         if compile:
             check_compiler(self._device)
-        self._frontend = Frontend(loss_fn, self._on_graph)
+        self._frontend = Frontend(self._captured_fn, self._on_graph, forward_only=self._split is not None)
         self._call: _Call | None = None
         self._warned = False
         self._changes: list[str] = []
+        self._progress = Progress()
         self._plan = self._prepare(batch)
         self._last = LastBatch(batch)
 
@@ -138,10 +157,22 @@ class Step:
         """The plan of the last call; before the first, that of the example batch."""
         return self._plan
 
-    def __call__(self, batch: Any) -> Any:
-        """One step: adds to `.grad`, updates buffers, returns the loss or `(loss, aux)`."""
+    def __call__(self, batch: Any, *, scaler: torch.amp.GradScaler | None = None) -> Any:
+        """One step: adds to `.grad`, updates buffers, returns the loss or `(loss, aux)`.
+
+        Args:
+            batch: a nest of tensors like the example, of any size.
+            scaler: `.grad` gets the gradient of `scaler.scale(loss)`, as plain PyTorch leaves it; the loss is returned
+                as it is. `scaler.unscale_`, `scaler.step` and `scaler.update` are yours to call, once a step. The
+                scale is an input: another value captures nothing anew. The first call with a scaler does.
+
+        Raises:
+            ModelError: `scaler` is no GradScaler.
+        """
+        call = self._start(batch, only_plan=False)
+        call.scale = scale_of(scaler, self._device)
         self._last = LastBatch(batch)
-        return self._finish(batch, self._start(batch, only_plan=False))
+        return self._finish(batch, call)
 
     def verify(self, batch: Any = None, dtype: torch.dtype | None = torch.float64) -> Certificate:
         """Runs the plain step and the planned one on copies and compares loss, every gradient and every buffer.
@@ -149,7 +180,8 @@ class Step:
         Args:
             batch: what to compare on; None: the last batch, if it is still alive. As many of its samples are used as
                 fit for the plain step.
-            dtype: the precision of the comparison; None: the model's own.
+            dtype: the precision of the comparison; None: the model's own. Autocast does not convert float64, so that a
+                step under autocast is compared with its conversions only where this is None.
 
         Raises:
             VerifyError: the last batch is gone, or the model cannot be copied.
@@ -161,24 +193,95 @@ class Step:
             )
         shape = find_batch(batch, self._batch_dims)
         need = self._plan.plain_peak * shape.size // max(self._plan.batch, 1)
-        return verify(self._twin_step, self._loss_fn, self._model, batch, shape, self._plan.microbatch, dtype, need)
+        with contextlib.ExitStack() as stack:
+            split = self._split
+            plain = self._captured_fn if split is None else stack.enter_context(split.trial(self._model))
+            return verify(self._twin_step, plain, self._model, batch, shape, self._plan.microbatch, dtype, need)
+
+    def closure(self, batch: Any) -> Callable[[], torch.Tensor]:
+        """What an optimizer that evaluates the loss again calls: `optimizer.step(step.closure(batch))`, as LBFGS needs.
+
+        Each call of it clears the gradients of the model and of the step's optimizer, runs one step, and returns the
+        loss, detached; `aux` is dropped. It is a step in all else: buffers move, and dropout draws new masks.
+        """
+
+        def evaluate() -> torch.Tensor:
+            for parameter in named_tensors(self._model, "parameters").values():
+                parameter.grad = None
+            if self._optimizer is not None:
+                self._optimizer.zero_grad()
+            found = self(batch)
+            loss: torch.Tensor = found[0] if isinstance(found, tuple) else found
+            return loss
+
+        return evaluate
+
+    def prepare(self, batches: Iterable[Any]) -> Prepared:
+        """Captures and plans each distinct shape of a batch, and runs nothing: the worst is known before training.
+
+        Later calls with these shapes run at once. A shape that is not among them is still planned for when it comes.
+
+        Args:
+            batches: batches like the example, as a list or a loader gives them. Their values are not read: tensors on
+                `meta` do (`torch.empty(8, 900, device="meta")`), and stand for tensors on the model's device.
+
+        Raises:
+            BudgetError: some shapes fit no plan; all of them are named, `.smallest` is the budget for the worst.
+            BatchError: there is no batch in it.
+        """
+        with self._frontend.keeping():
+            return prepare(lambda batch: self._prepare(batch, anew=True), batches, self._device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides model and optimizer, for the resumed run to end with the same bits.
+
+        These are the state of the default generators (of the CPU and of the step's device), the number of steps taken,
+        and the microbatch of each size of batch: masks and rounding follow from them. `torch.save` it with the rest.
+        """
+        return self._progress.state(self._device)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was taken. Sets the default generators: load after everything is built.
+
+        Steps of a size of batch that the checkpoint knows run in its microbatches, within the budget of this step. On
+        another kind of device, with other threads or another torch, the run goes on, but not to the same bits.
+
+        Raises:
+            PlanError: `state` is none, or this step was given another microbatch, or a plan with another.
+        """
+        given = {self._saved.batch: self._saved.microbatch} if self._saved is not None else {}
+        self._progress.load(state, self._device, given, self._microbatch)
+
+    @property
+    def _captured_fn(self) -> Callable[[Any, Any], Any]:
+        """What is captured: `loss_fn`, or of a pair the forward."""
+        if self._split is not None:
+            return self._split.forward
+        assert callable(self._loss_fn)
+        return self._loss_fn
 
     def _twin_step(self, model: Any, batch: Any, microbatch: int) -> Step:
         settings: dict[str, Any] = {"batch_dims": self._batch_dims, "compile": self._compile}
-        return Step(self._loss_fn, model, batch, microbatch=microbatch, **settings)
+        twin = Step(self._loss_fn, model, batch, microbatch=microbatch, **settings)
+        if self._split is not None:
+            twin._split = self._split  # it notes what the loss drew
+        return twin
 
-    def _call_with(self, batch: Any, draws: Draws) -> Any:
-        """One step that records what its random operators draw."""
+    def _call_with(self, batch: Any, draws: Draws) -> tuple[Any, Joint]:
+        """One step that records what its random operators draw; its result, and what was captured."""
         call = self._start(batch, only_plan=False)
         call.drawn = draws.record
         result = self._finish(batch, call)
         assert call.captured is not None
         draws.join(call.captured.side(self._plan.microbatch).program, self._plan.schedule.samples)
-        return result
+        return result, call.captured.joint
 
     def _finish(self, batch: Any, call: _Call) -> Any:
         try:
             result = self._invoke(batch, call)
+            if call.executor is not None:
+                call.outputs, result = [result], None  # held in one place, to be let go once the loss has run
+                result = self._run_with_loss(batch, call)
             if call.pending is None or call.plan is None:
                 raise CaptureError.of(
                     "loss_fn ran without being captured.",
@@ -192,13 +295,33 @@ class Step:
                 restore_generator(call.generator)
             raise
         self._plan = call.plan
+        self._progress.count(call.plan.batch, call.plan.microbatch)
         loss, aux, has_aux = result
+        if call.scale is not None and self._split is None:
+            _, loss = loss
         return (loss, returned(aux)) if has_aux else loss
+
+    def _run_with_loss(self, batch: Any, call: _Call) -> tuple[torch.Tensor, Any, bool]:
+        """The step behind a captured forward that has returned its outputs, in which tensors are yet to be filled."""
+        split, captured, executor = self._split, call.captured, call.executor
+        assert split is not None and captured is not None and executor is not None
+        with torch.inference_mode(False), drawn_back(self._device):
+            loss = split.call(call.outputs.pop(), batch, self._device, call.scale, self._moved(call) is not None)
+            with torch.autocast(self._device.type, enabled=False):  # the graph says each conversion
+                call.pending = captured.run_with_loss(executor, call.inputs, loss, call.drawn)
+            merge(call.pending, loss)
+            split.began = loss.began
+        assert loss.result is not None
+        return loss.result
 
     # ---- one call
 
-    def _prepare(self, batch: Any) -> Plan:
+    def _prepare(self, batch: Any, anew: bool = False) -> Plan:
         call = self._start(batch, only_plan=True)
+        call.anew = anew
+        saved = self._saved.fingerprint if self._saved is not None else None
+        if saved is not None and any(form.source == SOURCE for form in saved.inputs):
+            call.scale = torch.ones((), device=self._device, dtype=torch.float32)
         with contextlib.suppress(_PlannedOnly):
             self._invoke(batch, call)
         assert call.plan is not None
@@ -213,20 +336,26 @@ class Step:
     def _invoke(self, batch: Any, call: _Call) -> Any:
         captures = self._frontend.captures
         self._call = call
-        moved = self._device if any(leaf.device != self._device for leaf in call.leaves) else None
+        moved, scale = self._moved(call), None if self._split is not None else call.scale
         try:
             with traceable(self._model):
-                result = self._frontend(self._model, batch, moved)
+                result = self._frontend(self._model, batch, moved, scale)
         finally:
             self._call = None
             if self._frontend.captures == captures:
                 self._changes.clear()
             elif not call.only_plan:
-                self._note_change(batch, moved)
+                self._note_change(batch, moved, scale)
         return result
 
+    def _moved(self, call: _Call) -> torch.device | None:
+        """The device to bring batch tensors to, where one is elsewhere."""
+        return self._device if any(leaf.device != self._device for leaf in call.leaves) else None
+
     def _on_graph(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
-        captured = Captured(graph, measure=self._measures, compile=self._compile, timed=self._timed)
+        captured = Captured(
+            graph, measure=self._measures, compile=self._compile, timed=self._timed, eager=self._eager_loss()
+        )
         alive = weakref.ref(self)  # what Dynamo holds must not hold the step, and with it the model
 
         def run(*inputs: torch.Tensor) -> Any:
@@ -236,6 +365,9 @@ class Step:
 
         return run
 
+    def _eager_loss(self) -> EagerLoss | None:
+        return None if self._split is None else EagerLoss()
+
     def _run(self, captured: Captured, inputs: Sequence[torch.Tensor]) -> Any:
         call = self._call
         assert call is not None
@@ -244,6 +376,9 @@ class Step:
         call.plan, executor = self._plan_for(captured, call)
         if call.only_plan:
             raise _PlannedOnly
+        if captured.eager is not None:  # what Dynamo makes of the outputs comes first, then the loss
+            call.executor, call.inputs = executor, inputs
+            return captured.begin()
         if captured.random:
             call.generator = save_generator()
         with torch.autocast(self._device.type, enabled=False):  # the graph says each conversion
@@ -270,11 +405,16 @@ class Step:
                 budget, note = saved.budget, "budget: that of the plan that was given"
         if microbatch is not None:
             microbatch = min(microbatch, call.shape.size)
-        return captured.plan(Request(budget, microbatch, owned, note, saved, must_fit=call.only_plan))
+        elif saved is None:
+            microbatch = self._progress.pinned.get(call.shape.size)
+        request = Request(budget, microbatch, owned, note, saved, must_fit=call.only_plan and not call.anew)
+        parameters = named_tensors(self._model, "parameters").values()
+        after = optimizer_step(self._device, parameters, self._optimizer)
+        return planned(lambda: captured.plan(request), budget, owned, after)
 
-    def _note_change(self, batch: Any, moved: Any) -> None:
+    def _note_change(self, batch: Any, moved: Any, scale: torch.Tensor | None) -> None:
         """A value that changes at every call makes every call a capture: say so, once, by name."""
-        reasons = self._frontend.why(self._model, batch, moved)
+        reasons = self._frontend.why(self._model, batch, moved, scale)
         self._changes = [*self._changes[-2:], reasons[0] if reasons else ""]
         recent = self._changes
         if len(recent) == 3 and not self._warned and all(recent) and not any("mismatch" in why for why in recent):
@@ -287,7 +427,7 @@ class Step:
 
 
 def _check_callable(loss_fn: Any, optimizer: Any) -> None:
-    if not callable(loss_fn):
+    if not callable(loss_fn) and not isinstance(loss_fn, (tuple, list)):
         raise LossError.of(
             "loss_fn is not a function.", got=f"{type(loss_fn).__name__}: {loss_fn!r:.80}",
             expected="a function of (model, batch)", next="fullbatch.Step(loss_fn, model, batch)",
@@ -300,6 +440,7 @@ def _check_callable(loss_fn: Any, optimizer: Any) -> None:
 
 
 def _check_memory(memory: int | str | None, model: Any) -> None:
+    """Raises MemorySizeError where `memory` is no size, or is more than the model's device has."""
     if memory is None:
         return
     asked = parse_bytes(memory)

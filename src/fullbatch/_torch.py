@@ -11,6 +11,8 @@ import contextlib
 import logging
 import os
 import re
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
@@ -19,12 +21,14 @@ import torch
 import torch._dynamo  # the guarded capture; torch.compile's front end
 import torch.fx.traceback as traceback
 from torch import fx
+from torch._dynamo import variables
+from torch._dynamo.variables import builtin as _builtin
 from torch._dynamo.variables import misc
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx  # traces a function of plain operators into a graph
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 # torch.utils._pytree: registering and flattening of nests is public only in C++ form (optree); transformers
@@ -33,6 +37,9 @@ from torch.utils.flop_counter import flop_registry
 DispatchMode = TorchDispatchMode
 
 tree_map = pytree.tree_map
+
+# Leaves every dispatch mode, so that what runs inside is not seen by them.
+without_modes = _disable_current_modes
 
 
 @contextlib.contextmanager
@@ -54,13 +61,16 @@ def loss_marker() -> Callable[[Any], Any]:
 _LIBRARY = torch.library.Library("fullbatch", "DEF")
 _LIBRARY.define("loss(Tensor x) -> Tensor")
 _LIBRARY.impl("loss", lambda x: x.view_as(x), "CompositeImplicitAutograd")
+# Stands in a captured graph for a loss that is not captured: its kernel is in the node's meta, and it is never called.
+_LIBRARY.define("eager_loss(Tensor[] outputs, Tensor[] changed) -> Tensor[]")
+EAGER_LOSS = torch.ops.fullbatch.eager_loss.default
 
 
 @contextlib.contextmanager
 def capture_settings() -> Iterator[None]:
     """Dynamo's settings for one step: every change of a Python value recaptures, shapes are never symbolic."""
     # A program that turns torch.compile off does not mean this: nothing is compiled here.
-    with torch.compiler.set_stance("default"), _dynamo_config(), _nothing_frozen():
+    with torch.compiler.set_stance("default"), _dynamo_config(), _nothing_frozen(), _more_captured():
         yield
 
 
@@ -97,6 +107,66 @@ def _nothing_frozen() -> Iterator[None]:
         _replaced(misc.RandomClassVariable, "call_function", _seeded_only(misc.RandomClassVariable.call_function)),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _more_captured() -> Iterator[None]:
+    """While it is entered, Dynamo captures two things that it refuses (2.13) and that models of transformers do.
+
+    A check of a tensor's values (`torch._check_tensor_all`) is an assertion that runs with the step, and no number that
+    the data decide. `x.requires_grad = True` on a value of the step changes nothing but what is read of it.
+    """
+    handlers = variables.TorchInGraphFunctionVariable._get_handlers()
+    checks: dict[Callable[..., Any], int] = {torch._check_tensor_all: 0, torch._check_tensor_all_with: 1}
+    kept = {check: handlers[check] for check in checks}
+    handlers.update({check: _asserted(at) for check, at in checks.items()})
+    setter, getter = _builtin.SetAttrBuiltinVariable._call_setattr, variables.TensorVariable.method_attr_requires_grad
+    try:
+        with (
+            _replaced(_builtin.SetAttrBuiltinVariable, "_call_setattr", _requiring(setter)),
+            _replaced(variables.TensorVariable, "method_attr_requires_grad", _not_after(getter)),
+        ):
+            yield
+    finally:
+        handlers.update(kept)
+
+
+def _asserted(at: int) -> Callable[..., Any]:
+    """Dynamo's handler of a check whose condition is the argument number `at`."""
+
+    def handler(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        condition = args[at] if len(args) > at else kwargs["cond"]
+        message = variables.ConstantVariable.create("a check of values (torch._check_tensor_all) fails")
+        run = variables.TorchInGraphFunctionVariable(torch._assert_async)
+        run.call_function(tx, [condition.call_method(tx, "all", [], {}), message], {})
+        return variables.ConstantVariable.create(None)
+
+    return handler
+
+
+def _requiring(setter: Callable[..., Any]) -> Callable[..., Any]:
+    def call_setattr(self: Any, tx: Any, owner: Any, name: Any, value: Any) -> Any:
+        sets = owner.is_tensor() and name.is_python_constant() and name.as_python_constant() == "requires_grad"
+        if sets and owner.source is None and value.is_python_constant() and value.as_python_constant() is True:
+            tx.output.fullbatch_required = True
+            return variables.ConstantVariable.create(None)
+        return setter(self, tx, owner, name, value)
+
+    return call_setattr
+
+
+def _not_after(getter: Callable[..., Any]) -> Callable[..., Any]:
+    def requires_grad(self: Any, tx: Any) -> Any:
+        if getattr(tx.output, "fullbatch_required", False):
+            torch._dynamo.exc.unimplemented(
+                gb_type="requires_grad is read after it was set on a value of the step",
+                context="",
+                explanation="What follows from that value requires a gradient in plain PyTorch, and not as captured.",
+                hints=[],
+            )
+        return getter(self, tx)
+
+    return requires_grad
 
 
 @contextlib.contextmanager
@@ -212,9 +282,50 @@ def to_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     return mode.from_tensor(tensor, static_shapes=True)
 
 
+def free_symbols(value: object) -> set[Any]:
+    """The symbols of a number of Dynamo's that is none yet: it depends on data."""
+    kinds = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return set(value.node.expr.free_symbols) if isinstance(value, kinds) else set()
+
+
 def is_fake(value: object) -> bool:
     """Whether `value` has metadata only."""
     return isinstance(value, FakeTensor)
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of this class hold others and have no storage of their own (a low-bit optimizer state)."""
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with storage that `tensor` is made of: itself, but for one that wraps others."""
+    if not is_wrapper(type(tensor)):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]
+
+
+@contextlib.contextmanager
+def optimizer_on_fakes() -> Iterator[list[str]]:
+    """While entered, an optimizer steps on fake tensors as it would on real ones; yields the names of what it compiles.
+
+    Optimizers choose their implementation over all parameters at once (foreach) by exact type, from a list of torch's.
+    One that compiles its own step (torchao) runs it uncompiled.
+    """
+    compiled: list[str] = []
+
+    def uncompiled(fn: Any, *_: Any, **__: Any) -> Any:
+        compiled.append(getattr(fn, "__name__", str(fn)))
+        return fn
+
+    supported = sys.modules["torch.optim.optimizer"]._foreach_supported_types  # torch.optim hides its module
+    supported.append(FakeTensor)  # type: ignore[arg-type]
+    try:
+        with _replaced(torch, "compile", uncompiled):
+            yield compiled
+    finally:
+        supported.remove(FakeTensor)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -229,7 +340,11 @@ def joint_graph(
         contextlib.ExitStack() as stack,
         mode,
         traceback.preserve_node_meta(),
-        torch._functorch.config.patch(functionalize_rng_ops=False, fake_tensor_propagate_real_tensors=False),
+        torch._functorch.config.patch(
+            functionalize_rng_ops=False,
+            fake_tensor_propagate_real_tensors=False,
+            backward_pass_autocast="off",  # as backward() called outside of autocast, where it belongs
+        ),
     ):
         exported = aot_export_joint_with_descriptors(stack, module, (), decompositions=decompositions)
         yield exported.graph_module
@@ -319,8 +434,56 @@ def flops_of(target: object, args: tuple[Any, ...], kwargs: dict[str, Any], out:
         return 0
 
 
+def assert_on_device(condition: torch.Tensor) -> None:
+    """Fails on the device where `condition` is false, without waiting for it; a public check would wait."""
+    torch._assert_async(condition)
+
+
 def profiler_running() -> bool:
     """Whether a profiler is active; torch itself lets a second one end the first in silence."""
     from torch.autograd import profiler
 
     return bool(profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
+
+
+def take_hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """Takes a leaf's gradient hooks away, for `give_hooks`: they must see the gradient of the whole batch, once.
+
+    Handles that register_hook returned stay valid, since they refer to the dictionaries that come back.
+    """
+    taken = (getattr(tensor, "_backward_hooks", None), getattr(tensor, "_post_accumulate_grad_hooks", None))
+    if taken[0]:
+        tensor._backward_hooks = None
+    if taken[1]:
+        # An empty table: None leaves torch's own pointer to the old one (2.13).
+        tensor._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[attr-defined]
+    return taken
+
+
+def give_hooks(tensor: torch.Tensor, taken: tuple[Any, Any]) -> None:
+    """Puts back what `take_hooks` took."""
+    if taken[0]:
+        tensor._backward_hooks = taken[0]
+    if taken[1]:
+        tensor._post_accumulate_grad_hooks = taken[1]  # type: ignore[attr-defined]
+
+
+def graph_leaves(result: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors at which the autograd graph of `result` ends; an AccumulateGrad node alone knows its `variable`."""
+    found: list[torch.Tensor] = [result] if result.grad_fn is None and result.requires_grad else []
+    stack, seen = [result.grad_fn], {result.grad_fn}
+    while stack:
+        node = stack.pop()
+        if node is None:
+            continue
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        new = [following for following, _ in node.next_functions if following not in seen]
+        seen.update(new)
+        stack.extend(new)
+    return found
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor, or one that shares its memory, was changed in place; what autograd checks in a backward."""
+    return 0 if tensor.is_inference() else int(tensor._version)

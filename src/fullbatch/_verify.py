@@ -7,9 +7,11 @@ given the masks that the planned one drew.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch
 from rich.table import Table
 
 from fullbatch import _torch
+from fullbatch._capture._joint import Joint
+from fullbatch._capture._precision import precisions
 from fullbatch._errors import VerifyError
 from fullbatch._memory._free import free_bytes
 from fullbatch._printed import Printed
@@ -25,6 +29,11 @@ from fullbatch._tree import BatchShape, leaves, map_tensors, modules, named_tens
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 5e-2}
 """Largest relative difference that counts as equal. In float64 it is rounding; in others a network amplifies it."""
+
+_WITHOUT_CASTS = (
+    "autocast converts no float64: this compares the step without its conversions. "
+    "verify(dtype=None) compares with them"
+)
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,15 @@ class Certificate(Printed):
     tolerance: float
     realised_masks: bool
     notes: tuple[str, ...] = ()
+    autocast: tuple[torch.dtype, ...] = ()  # what autocast converted to in the comparison: nothing, in float64
     parameters: dict[str, float] = field(default_factory=dict, repr=False)
 
     def __rich__(self) -> Table:
         title = "fullbatch certificate: " + ("the same gradient" if self.ok else "NOT the same gradient")
         table = Table(title=title, show_header=False, title_justify="left")
-        table.add_row("compared", f"{self.samples} samples in microbatches of {self.microbatch}, {self.dtype}")
+        converted = " and ".join(map(str, self.autocast))
+        precision = f"{self.dtype} under autocast to {converted}" if converted else str(self.dtype)
+        table.add_row("compared", f"{self.samples} samples in microbatches of {self.microbatch}, {precision}")
         table.add_row("loss", f"{self.loss_error:.1e}")
         table.add_row("gradients", f"{self.gradient_error:.1e}, largest at {self.worst_parameter or 'none'}")
         at = f", largest at {self.worst_buffer}" if self.worst_buffer else ""
@@ -111,7 +123,7 @@ def verify(
     part = _first(batch, shape, samples)
     size = min(microbatch, max(1, -(-samples // 2)))
     notes: list[str] = []
-    with torch.random.fork_rng(devices=_cuda(model)):
+    with torch.random.fork_rng(devices=_cuda(model)), _python_as_before():
         try:
             pair = _both(make_step, loss_fn, model, part, size, dtype, original)
         except RuntimeError as error:
@@ -120,13 +132,21 @@ def verify(
             notes.append(f"compared in {original}: the step itself fixes a dtype ({str(error).splitlines()[0][:80]})")
             dtype = original
             pair = _both(make_step, loss_fn, model, part, size, dtype, original)
-    return _compare(*pair, samples=samples, microbatch=size, dtype=dtype, notes=notes)
+    *results, joint = pair
+    autocast = joint.autocast
+    if autocast and dtype == torch.float64:
+        notes.append(_WITHOUT_CASTS)
+        autocast = ()
+    lower = [each for each in precisions(joint.graph) if each.itemsize < dtype.itemsize]
+    return _compare(
+        *results, samples=samples, microbatch=size, dtype=dtype, notes=notes, autocast=autocast, lower=lower
+    )
 
 
 def _both(
     make_step: Callable[[Any, Any, int], Any], loss_fn: Any, model: Any, batch: Any, size: int,
     dtype: torch.dtype, original: torch.dtype,
-) -> tuple[Any, Any, Any, Any, bool]:  # fmt: skip
+) -> tuple[Any, Any, Any, Any, bool, Joint]:  # fmt: skip
     def converted(tensor: torch.Tensor) -> torch.Tensor:
         twin = tensor.detach().clone()
         twin = twin.to(dtype) if twin.dtype == original else twin
@@ -135,12 +155,26 @@ def _both(
     planned_model, plain_model = _twin(model, dtype), _twin(model, dtype)
     planned_batch, plain_batch = map_tensors(converted, batch), map_tensors(converted, batch)
     step = make_step(planned_model, planned_batch, size)
-    draws = Draws()
-    planned = step._call_with(planned_batch, draws)
+    draws, pythons = Draws(), random.getstate()
+    try:
+        planned, joint = step._call_with(planned_batch, draws)
+    finally:
+        random.setstate(pythons)
     with torch.enable_grad(), Replay(draws):
         plain = loss_fn(plain_model, plain_batch)
-        (plain[0] if isinstance(plain, tuple) else plain).backward()
-    return planned, plain, planned_model, plain_model, bool(draws)
+        with _without_autocast(plain_model):
+            (plain[0] if isinstance(plain, tuple) else plain).backward()
+    return planned, plain, planned_model, plain_model, bool(draws), joint
+
+
+@contextlib.contextmanager
+def _python_as_before() -> Iterator[None]:
+    """A comparison draws, as a step does, from Python's generator where loss_fn does; the next step must not see it."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def _twin(model: Any, dtype: torch.dtype) -> Any:
@@ -163,6 +197,14 @@ def _twin(model: Any, dtype: torch.dtype) -> Any:
 def _floating(model: Any) -> torch.dtype:
     tensors = [*named_tensors(model, "parameters").values(), *named_tensors(model, "buffers").values()]
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+
+
+@contextlib.contextmanager
+def _without_autocast(model: Any) -> Iterator[None]:
+    """The backward stands outside of an autocast that surrounds the step, as the planned one's does."""
+    kind = next(iter(named_tensors(model, "parameters").values())).device.type
+    with torch.autocast(kind, enabled=False):
+        yield
 
 
 def _cuda(model: Any) -> list[torch.device]:
@@ -193,7 +235,7 @@ def _first(batch: Any, shape: BatchShape, samples: int) -> Any:
 
 def _compare(
     planned: Any, plain: Any, planned_model: Any, plain_model: Any, drawn: bool, *, samples: int, microbatch: int,
-    dtype: torch.dtype, notes: list[str],
+    dtype: torch.dtype, notes: list[str], autocast: tuple[torch.dtype, ...], lower: list[torch.dtype],
 ) -> Certificate:  # fmt: skip
     loss, expected = (out[0] if isinstance(out, tuple) else out for out in (planned, plain))
     gradients = {name: p.grad for name, p in named_tensors(planned_model, "parameters").items()}
@@ -217,11 +259,17 @@ def _compare(
     loss_error = _distance(loss, expected) / max(_largest(expected), 1e-300)
     found = (loss_error, errors.get(worst, 0.0), buffers.get(worst_buffer, 0.0))
     tolerance = TOLERANCE.get(dtype, 1e-3)
+    if lower and not all(error <= tolerance for error in found):
+        # Held to what the step's own arithmetic can give, where the dtype of the comparison is not all that it uses.
+        tolerance = max(tolerance, *(TOLERANCE.get(each, 1e-3) for each in lower))
+        if not autocast:
+            named = " and ".join(map(str, lower))
+            notes = [*notes, f"the step itself computes in {named}, to whose rounding it is held"]
     return Certificate(
         ok=all(error <= tolerance for error in found), loss_error=found[0], gradient_error=found[1],
         buffer_error=found[2], worst_parameter=worst, worst_buffer=worst_buffer, samples=samples,
         microbatch=microbatch, dtype=dtype, tolerance=tolerance, realised_masks=drawn, notes=tuple(notes),
-        parameters=errors,
+        autocast=autocast, parameters=errors,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_programs import Captured, Fresh, bytes_of, one_operator
 
-from fullbatch._axis._expand import _first_of, _normalise
+from fullbatch._axis._expand import _first_of, _normalise, _summed
 from fullbatch._axis._kernels import filled, then_nothing
 from fullbatch._cost._keys import HERE, operator_text
 from fullbatch._cost._probe import Prober
@@ -52,12 +52,11 @@ def test_what_another_process_may_know_differently_has_no_name() -> None:
 
 
 def test_a_closure_is_named_with_what_it_remembers() -> None:
-    operator = aten.nll_loss_forward.default
-    texts = [text_of(_first_of(operator, dtype)) for dtype in (torch.float32, torch.float64, None)]
-    texts.append(text_of(_first_of(aten.nll_loss2d_forward.default, None)))
+    operators = aten.nll_loss_forward.default, aten.nll_loss2d_forward.default
+    texts = [text_of(made(operator)) for made in (_first_of, _summed) for operator in operators]
     assert len({*texts}) == 4
     assert None not in texts
-    assert text_of(_first_of(operator, torch.float32)) == texts[0]
+    assert text_of(_first_of(operators[0])) == texts[0]
 
 
 def test_numbers_that_grow_with_the_microbatch_are_written_out() -> None:

@@ -460,7 +460,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _functional(func: Any) -> Any:
     """`func`, or its form without side effects; None where there is no rule to prove."""
-    if func.namespace != "aten":
+    if func.namespace not in ("aten", "fullbatch"):
         return None
     if func._schema.is_mutable:
         packet = getattr(aten, func._schema.name.removeprefix("aten::").rstrip("_"), None)

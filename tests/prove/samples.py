@@ -61,6 +61,12 @@ def pointwise_named() -> Any:
     aten.randint_like(x.detach(), 5), aten.normal.Tensor_float(x.detach(), 1.0), aten.uniform(x.detach())
     aten.rrelu_with_noise_functional(x.detach(), x.detach(), 0.1, 0.3, True)
     aten.rrelu_with_noise_functional(x.detach(), x.detach(), 0.1, 0.3, False)
+    aten.rrelu_with_noise_backward(x.detach(), x.detach(), x.detach(), 0.1, 0.3, True, False)
+    aten._standard_gamma_grad(x.detach().abs(), x.detach().abs()), aten._dirichlet_grad(*3 * [x.detach().sigmoid()])
+    aten.multinomial(new(6, 4, grad=False).abs(), 2), aten.multinomial(new(4, 6, grad=False).abs(), 3, True)
+    for rates in (x.detach().abs(), new(6, 4, 3, grad=False).abs(), new(4, 6, 3, grad=False).abs()):
+        aten.poisson(rates), aten.binomial(rates.ceil(), rates.sigmoid()), aten._standard_gamma(rates)
+        aten._sample_dirichlet(rates)
     aten._neg_view(x.detach()), aten.resolve_conj(z.detach().conj()), aten.conj_physical(z.detach())
     aten._conj_physical(z.detach()), aten.real(z.detach()), aten.imag(z.detach()), aten.exponential(x.detach().abs())
     aten.where.ScalarOther(mask, x.detach(), 1.0), aten.masked_fill.Tensor(x.detach(), mask, torch.zeros(()))
@@ -698,4 +704,16 @@ def losses() -> Any:
                 )
             )
             outs.append(F.nll_loss(new(4, 4).log_softmax(1), index(4, 4), weight, reduction=reduction))
+    return outs
+
+
+@sample
+def loss_head() -> Any:
+    from fullbatch import linear_cross_entropy
+
+    outs = []
+    for bias, smoothing in ((None, 0.0), (new(4), 0.1)):
+        for hidden, weight, target in ((new(6, 4), new(4, 4), index(4, 6)), (new(4, 6, 3), new(4, 3), index(4, 4, 6))):
+            options = {"label_smoothing": smoothing, "reduction": "none", "slice": 2}
+            outs.append(linear_cross_entropy(hidden, weight, target, bias, ignore_index=1, **options))
     return outs

@@ -12,8 +12,9 @@ import fullbatch
 def test_public_names() -> None:
     assert sorted(fullbatch.__all__) == [
         "BatchError", "BudgetError", "CaptureError", "Certificate", "CompileError", "Fault", "Frontier",
-        "FullbatchError", "Ledger", "LossError", "MeasureError", "Measurement", "MemorySizeError", "ModelError", "Plan",
-        "PlanDiff", "PlanError", "Step", "VerifyError", "explain", "measure",
+        "FullbatchError", "Largest", "Ledger", "LossError", "MeasureError", "Measurement", "MemorySizeError",
+        "ModelError", "OptimizerError", "Plan", "PlanDiff", "PlanError", "Prepared", "Step", "VerifyError",
+        "eager", "explain", "largest", "linear_cross_entropy", "lr", "measure", "optim",
     ]  # fmt: skip
     assert all(hasattr(fullbatch, name) for name in fullbatch.__all__)
 

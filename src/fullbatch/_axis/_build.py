@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,9 @@ from fullbatch._axis._origin import Origins
 from fullbatch._axis._rules import RULES
 from fullbatch._axis._rules._pointwise import is_pointwise, pointwise
 from fullbatch._axis._strides import restride, same_view, within
+from fullbatch._axis._wide import is_half, may_stay_wide, only_moves, wide_sum, widened, widens
 from fullbatch._capture._clean import EFFECTS
+from fullbatch._capture._split import WHY as EAGER
 from fullbatch._errors import CaptureError
 from fullbatch._ir import (
     FullBatchNode,
@@ -67,6 +68,7 @@ class Builder:
         self._fills: dict[int, tuple[tuple[int, ...], Kernel]] = {}
         self._fill_value: dict[int, float] = {}
         self._iota: set[int] = set()
+        self._wide: dict[int, int] = {}  # sums in half precision -> the same before they were rounded
         self._maker: dict[int, fx.Node] = {}  # whole values and the operator that makes them from whole values
         self._boolean: set[int] = set()
         self.origin = Origin()
@@ -102,10 +104,29 @@ class Builder:
         return task
 
     def reduce(self, value: int, like: torch.Tensor, how: Partial, why: str = "") -> int:
-        """The whole value of a summand."""
+        """The whole value, in the form of `like`, of a summand in that form. In half precision it is summed in float32.
+
+        The summand may be in float32 already.
+        """
+        if is_half(like):
+            wide = widened(like)
+            if self.values[value].itemsize != wide.element_size():
+                part, value = value, self.value(wide, partial=True)
+                self.emit(Kind.LOCAL, aten._to_copy.default, (Ref(0),), [part], [value], {"dtype": wide.dtype})
+            return self.rounded(self.reduce(value, wide, how, why), like)
         out = self.value(like)
         task = self._add(Kind.REDUCE, (value,), (out,), reduction=how.reduction, count=how.count)
         self.coupled.append((task.id, why or f"a sum over the batch in {self.origin.op}"))
+        return out
+
+    def rounded(self, value: int, like: torch.Tensor) -> int:
+        """A whole value that was summed in float32, in the dtype of `like`: rounded once a step."""
+        if not is_half(like):
+            return value
+        out = self.value(like)
+        self.emit(Kind.ONCE, aten._to_copy.default, (Ref(0),), [value], [out], {"dtype": like.dtype})
+        if may_stay_wide(like.dtype):
+            self._wide[out] = value
         return out
 
     def whole(self, value: int, why: str = "") -> int:
@@ -164,7 +185,7 @@ class Builder:
             for dim, extent in enumerate(operand.shape):
                 if extent != layout.per_sample * self.batch:
                     continue
-                view = _with_layout(whole, operand, layout.at(dim))
+                view = whole.with_layout(operand, layout.at(dim))
                 found = self._strategy(node, view)
                 if found is not None and found.out[0] == layout:
                     return self._emit_local(node, view, found)[0]
@@ -231,6 +252,9 @@ class Builder:
                 f"{node.target} makes a sparse tensor, which is not supported.", got=str(origin),
                 expected="dense gradients", next="nn.Embedding(..., sparse=False)",
             )  # fmt: skip
+        if node.target is _torch.EAGER_LOSS:
+            self._eager(node)
+            return
         if node.target is aten.full.default:
             self._fill(node)
             return
@@ -295,6 +319,25 @@ class Builder:
         self.emit(Kind.LOCAL if local else Kind.ONCE, fn, args, inputs, (out,), kwargs)
         self.effects.append(self.reduce(out, meta, Partial(), "a check of values") if local else out)
 
+    def _eager(self, node: fx.Node) -> None:
+        """A loss that is not captured: it reads all outputs whole, and its cotangents are cut as their outputs are."""
+        self.origin = Origin("the loss")
+        outs, changed = node.args
+        assert isinstance(outs, list) and isinstance(changed, list)
+        ids = [self.whole(self._of[item], EAGER) for item in (*outs, *changed)]
+        kernel_of, forms = node.meta["kernel"], metas(node)
+        used = used_outputs(node, len(forms))
+        made = [self.value(form) if at in used else None for at, form in enumerate(forms)]
+        refs = [Ref(at) for at in range(len(ids))]
+        args = (refs[: len(outs)], refs[len(outs) :])
+        self.emit(Kind.ONCE, kernel_of, args, ids, made, single=False, eager=True)
+        self.full_batch.append(FullBatchNode(EAGER, self.origin, sum(self._nbytes(item) for item in ids[: len(outs)])))
+        standing: list[int | None] = []
+        for at, value in zip(kernel_of.wanted, made, strict=True):
+            layout = self.values[self._of[outs[at]]].layout
+            standing.append(value if value is None or layout is None else self.slice(value, layout))
+        self.assign(node, standing)
+
     def _view(self, node: fx.Node, soft: bool) -> NodeView:
         operands: list[Operand] = []
 
@@ -354,15 +397,16 @@ class Builder:
         standing: list[int | None] = []
         pending: list[tuple[int, int, Partial]] = []
         used = used_outputs(node, len(forms))
+        fn, wide = strategy.fn or kernel(node), -1
+        if any(isinstance(placed, Partial) for placed in strategy.out) and is_half(forms[-1]):
+            fn, wide = wide_sum(node) or (fn, wide)
         for position, (meta, placed) in enumerate(zip(forms, strategy.out, strict=True)):
-            out, stands = self._output(meta, placed, position in used, pending, position)
+            form = widened(meta) if position == wide else meta
+            out, stands = self._output(form, placed, position in used, pending, position)
             outputs.append(out)
             standing.append(stands)
         args, kwargs = template(node, view, strategy.patch)
-        self.emit(
-            Kind.LOCAL, strategy.fn or kernel(node), args, ids, outputs, kwargs,  # type: ignore[arg-type]
-            **fields(node),
-        )  # fmt: skip
+        self.emit(Kind.LOCAL, fn, args, ids, outputs, kwargs, **fields(node))  # type: ignore[arg-type]
         for position, value, how in pending:
             standing[position] = self.reduce(value, forms[position], how)
         return standing
@@ -388,6 +432,9 @@ class Builder:
     def _once(self, node: fx.Node, view: NodeView) -> None:
         coupled = view.sharded()
         ids = [self.whole(self._of[operand.node]) for operand in view.operands]
+        if ids and ids[0] in self._wide and widens(node):
+            self.assign(node, [self._wide[ids[0]]])
+            return
         forms = metas(node)
         used = used_outputs(node, len(forms))
         outputs = [
@@ -405,6 +452,17 @@ class Builder:
         self._soften(node, view, outputs)
         self._mark(node, view, outputs)
         self.assign(node, outputs)
+        if ids and ids[0] in self._wide and only_moves(node, self.tasks[-1].view):
+            self._move_wide(node, args, kwargs, ids[0], outputs[0])
+
+    def _move_wide(
+        self, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], source: int, moved: int | None
+    ) -> None:
+        """What `node` does to a rounded sum is done to the sum itself too; what nobody reads of both is dropped."""
+        if moved is not None:
+            out = self.value(widened(node.meta["val"]), name=node.name)
+            self.emit(Kind.ONCE, whole_kernel(node), args, [self._wide[source]], [out], kwargs, **fields(node))
+            self._wide[moved] = out
 
     def _resliced(self, node: fx.Node) -> bool:
         """Runs `node` by microbatches although its operands are whole, where its values are worth it."""
@@ -434,19 +492,9 @@ class Builder:
             if isinstance(placed, Layout):
                 self._soft[value] = placed
             elif strategy is None:
-                found = self._by_extent(soft, self.values[value].shape)
+                found = soft.by_extent(self.values[value].shape)
                 if found is not None:
                     self._soft[value] = found
-
-    def _by_extent(self, view: NodeView, shape: tuple[int, ...]) -> Layout | None:
-        for operand in view.sharded():
-            assert operand.layout is not None
-            extent = operand.shape[operand.layout.dim]
-            if operand.layout.dim < len(shape) and shape[operand.layout.dim] == extent:
-                return operand.layout
-            if extent in shape:
-                return operand.layout.at(shape.index(extent))
-        return None
 
     def _mark(self, node: fx.Node, view: NodeView, outputs: Sequence[int | None]) -> None:
         """Keeps track of `arange(batch)` through what only moves it."""
@@ -471,17 +519,6 @@ class Builder:
 def _is_view(shape: tuple[int, ...], layout: Layout) -> bool:
     """Whether a slice of a contiguous tensor is contiguous, so that it need not be copied."""
     return layout.outer == 1 and all(size == 1 for size in shape[: layout.dim])
-
-
-def _with_layout(view: NodeView, operand: Operand, layout: Layout) -> NodeView:
-    operands = tuple(replace(item, layout=layout if item.index == operand.index else None) for item in view.operands)
-
-    def convert(arg: Any) -> Any:
-        if isinstance(arg, Operand):
-            return operands[arg.index]
-        return [convert(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
-
-    return replace(view, operands=operands, args={name: convert(arg) for name, arg in view.args.items()})
 
 
 def build(joint: Any, layouts: dict[int, Layout], batch: int, reslice_above: int = RESLICE_ABOVE) -> Program:

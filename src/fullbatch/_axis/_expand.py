@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fullbatch._axis._kernels import named
 from fullbatch._axis._node import NodeView, Operand, Partial
+from fullbatch._axis._wide import HALF, statistics_dtype, sum_in_float32
 from fullbatch._ir import Kind, Layout, Reduction, Ref
 
 if TYPE_CHECKING:
@@ -45,10 +47,6 @@ def _ids(builder: Builder, *operands: Operand | None) -> list[int]:
     return [builder.whole(builder.of(operand.node)) for operand in operands if operand is not None]
 
 
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 # ---- batch normalisation
 
 
@@ -65,7 +63,7 @@ def _batch_norm(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     meta = source.node.meta["val"]
     channels = meta.shape[1]
     count = meta.numel() // channels
-    dtype = _statistics_dtype(meta.dtype)
+    dtype = statistics_dtype(meta.dtype)
     vector = meta.new_empty(channels, dtype=dtype)
     eps = float(view.args.get("eps", view.args.get("epsilon", 1e-5)))
     moments = _moments_of_channels(builder, x, vector, Partial(Reduction.MOMENTS, count // builder.batch))
@@ -100,8 +98,7 @@ def _moments_of_channels(builder: Builder, x: int, vector: torch.Tensor, how: Pa
 def channel_moments(x: torch.Tensor) -> torch.Tensor:
     """[2, channels]: mean and centred sum of squares of each channel of x [samples, channels, ...]."""
     count = x.numel() // x.shape[1]
-    if x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()
+    x = x.to(statistics_dtype(x.dtype))
     if x.device.type == "cpu":
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
     else:
@@ -115,7 +112,15 @@ def _finish_moments(moments: torch.Tensor, count: int, eps: float) -> tuple[torc
 
 
 def _normalise(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float) -> Any:
+    weight, bias = _slope(weight, x, mean), None if bias is None else bias.to(mean.dtype)
     return torch.ops.aten.native_batch_norm.default(x, weight, bias, mean, var, False, 0.0, eps)[0]
+
+
+def _slope(weight: Any, x: Any, mean: Any) -> Any:
+    """A weight for the kernels, which see by its dtype that the statistics are wider than x; ones where x has none."""
+    if weight is None:
+        return None if x.dtype == mean.dtype else torch.ones_like(mean)
+    return weight.to(mean.dtype)
 
 
 def _running_statistics(builder: Builder, view: NodeView, mean: int, var: int, count: int) -> list[int | None]:
@@ -140,9 +145,10 @@ def _update_running(
     momentum: float,
     bessel: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighed in the wider of both dtypes and rounded once, as torch's kernels do."""
     return (
-        mean * (1 - momentum) + batch_mean.to(mean.dtype) * momentum,
-        var * (1 - momentum) + (batch_var * bessel).to(var.dtype) * momentum,
+        (mean * (1 - momentum) + batch_mean * momentum).to(mean.dtype),
+        (var * (1 - momentum) + batch_var * bessel * momentum).to(var.dtype),
     )
 
 
@@ -165,7 +171,7 @@ def _batch_norm_backward(builder: Builder, node: fx.Node, view: NodeView) -> boo
     weight = view.tensor("weight")
     affine = _ids(builder, weight)
     gy, x = builder.slice(builder.of(grad.node), layout), builder.slice(builder.of(source.node), layout)
-    vector = save_mean.node.meta["val"]
+    vector = meta.new_empty(channels, dtype=statistics_dtype(meta.dtype))
     sums = [builder.value(vector, partial=True) for _ in range(2)]
     builder.emit(
         Kind.LOCAL, _gradient_sums, (Ref(0), Ref(1), Ref(2), Ref(3), Ref(4), eps), [gy, x, mean, var, invstd], sums,
@@ -173,7 +179,9 @@ def _batch_norm_backward(builder: Builder, node: fx.Node, view: NodeView) -> boo
     )  # fmt: skip
     why = "batch normalisation, backward: sums of the gradient over the whole batch"
     whole = [builder.reduce(value, vector, Partial(), why) for value in sums]
-    outputs: list[int | None] = [None, *whole]
+    outputs: list[int | None] = [None]
+    for total, form in zip(whole, node.meta["val"][1:], strict=True):
+        outputs.append(total if form is None else builder.rounded(total, form))
     if view.args["output_mask"][0]:
         slopes = [builder.value(vector) for _ in range(3)]
         builder.emit(
@@ -193,7 +201,7 @@ def _batch_norm_backward(builder: Builder, node: fx.Node, view: NodeView) -> boo
 def _gradient_sums(gy: Any, x: Any, mean: Any, var: Any, invstd: Any, eps: float) -> tuple[Any, Any]:
     """Of a slice, a channel: sum(gy * (x - mean) * invstd) and sum(gy), the gradients of weight and bias."""
     _, weight, bias = torch.ops.aten.native_batch_norm_backward.default(
-        gy, x, None, mean, var, mean, invstd, False, eps, [False, True, True]
+        gy, x, _slope(None, x, mean), mean, var, mean, invstd, False, eps, [False, True, True]
     )
     return weight, bias
 
@@ -227,7 +235,7 @@ def _variance(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     metas = node.meta["val"]
     both = isinstance(metas, (list, tuple))
     meta = metas[0] if both else metas
-    pair = meta.new_empty((2, *meta.shape))
+    pair = meta.new_empty((2, *meta.shape), dtype=statistics_dtype(meta.dtype))
     partial = builder.value(pair, partial=True)
     x = builder.of(source.node)
     builder.emit(Kind.LOCAL, _moments, (Ref(0), list(dims), keepdim), [x], [partial])
@@ -235,19 +243,20 @@ def _variance(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     whole = builder.reduce(partial, pair, how, "a variance over the batch")
     outputs = [builder.value(meta), builder.value(meta)]
     divisor = max(count - correction, 0.0)
-    builder.emit(Kind.ONCE, _variance_and_mean, (Ref(0), divisor), [whole], outputs, single=False)
+    builder.emit(Kind.ONCE, _variance_and_mean, (Ref(0), divisor, meta.dtype), [whole], outputs, single=False)
     builder.assign(node, outputs if both else outputs[:1])
     return True
 
 
 def _moments(x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
+    x = x.to(statistics_dtype(x.dtype))
     count = prod(x.shape[dim] for dim in dims)
     var, mean = torch.var_mean(x, dims, correction=0, keepdim=keepdim)
     return torch.stack([mean, var * count])
 
 
-def _variance_and_mean(moments: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return moments[1] / divisor, moments[0].clone()
+def _variance_and_mean(moments: torch.Tensor, divisor: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return (moments[1] / divisor).to(dtype), moments[0].to(dtype, copy=True)
 
 
 @expansion("aten.linalg_vector_norm")
@@ -259,7 +268,7 @@ def _vector_norm(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     if layout is None or layout.dim not in dims or order != 2:
         return False
     meta = node.meta["val"]
-    wide = meta.new_empty(meta.shape, dtype=_statistics_dtype(meta.dtype))
+    wide = meta.new_empty(meta.shape, dtype=statistics_dtype(meta.dtype))
     partial, out = builder.value(wide, partial=True), builder.value(meta)
     args = (Ref(0), list(dims), bool(view.args.get("keepdim", False)), wide.dtype)
     builder.emit(Kind.LOCAL, _sum_of_squares, args, [builder.of(source.node)], [partial])
@@ -281,7 +290,7 @@ def _root(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # ---- negative log likelihood
 
 
-_MEAN, _SUM = 1, 2
+_NONE, _MEAN, _SUM = 0, 1, 2
 
 
 @expansion("aten.nll_loss_forward", "aten.nll_loss2d_forward")
@@ -304,44 +313,48 @@ def _nll(builder: Builder, node: fx.Node, view: NodeView) -> bool:
         builder.emit(Kind.LOCAL, _first_of(node.target), args, [x, y, *affine], [out])
         builder.assign(node, [out, total])
         return True
-    wide = meta.new_empty((), dtype=_statistics_dtype(meta.dtype))
+    wide = meta.new_empty((), dtype=statistics_dtype(meta.dtype))
     partial = builder.value(wide, partial=True)
-    args = (Ref(0), Ref(1), ref, _SUM, ignore)
-    builder.emit(Kind.LOCAL, _first_of(node.target, wide.dtype), args, [x, y, *affine], [partial])
+    half = meta.dtype in HALF
+    args = (Ref(0), Ref(1), ref, _NONE if half else _SUM, ignore)
+    fn = _summed(node.target) if half else _first_of(node.target)
+    builder.emit(Kind.LOCAL, fn, args, [x, y, *affine], [partial])
     loss = builder.reduce(partial, wide, Partial(), "the sum of a loss over the batch")
     if reduction == _MEAN:
         summed, loss = loss, builder.value(meta)
         builder.emit(Kind.ONCE, _ratio, (Ref(0), Ref(1), meta.dtype), [summed, total], [loss])
-    elif wide.dtype != meta.dtype:
-        loss = _narrowed(builder, loss, meta)
+    else:
+        loss = builder.rounded(loss, meta)
     builder.assign(node, [loss, total])
     return True
 
 
-def _first_of(operator: Any, dtype: torch.dtype | None = None) -> Callable[..., Any]:
+def _first_of(operator: Any) -> Callable[..., Any]:
+    @named(str(operator))
     def first(*args: Any) -> Any:
-        out = operator(*args)[0]
-        return out if dtype is None else out.to(dtype)
+        return operator(*args)[0]
 
-    first._qualified = str(operator)  # type: ignore[attr-defined]
     return first
+
+
+def _summed(operator: Any) -> Callable[..., Any]:
+    """The losses of a slice, added up in float32: their sum may be out of range where their mean is not."""
+
+    @named(str(operator))
+    def summed(*args: Any) -> Any:
+        return sum_in_float32(operator(*args)[0])
+
+    return summed
 
 
 def _target_weight(builder: Builder, target: int, weight: list[int], ignore: int, meta: torch.Tensor) -> int:
     """The denominator of a mean: it depends on the targets alone, so it is known before the forward begins."""
-    wide = meta.new_empty((), dtype=_statistics_dtype(meta.dtype))
+    wide = meta.new_empty((), dtype=statistics_dtype(meta.dtype))
     partial = builder.value(wide, partial=True)
     args = (Ref(0), Ref(1) if weight else None, ignore, wide.dtype)
     builder.emit(Kind.LOCAL, _sum_of_target_weights, args, [target, *weight], [partial])
     total = builder.reduce(partial, wide, Partial(), "the count of valid targets of the whole batch")
-    return total if wide.dtype == meta.dtype else _narrowed(builder, total, meta.new_empty(()))
-
-
-def _narrowed(builder: Builder, value: int, meta: torch.Tensor) -> int:
-    """A sum over the batch in the half precision that the operator returns: rounded once, not once a microbatch."""
-    out = builder.value(meta)
-    builder.emit(Kind.ONCE, torch.Tensor.to, (Ref(0), meta.dtype), [value], [out])
-    return out
+    return builder.rounded(total, meta.new_empty(()))
 
 
 def _ratio(value: torch.Tensor, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

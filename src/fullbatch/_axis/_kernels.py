@@ -7,13 +7,25 @@ the whole batch, that would be a copy of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fullbatch._axis._strides import restride
 
 aten = torch.ops.aten
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+def named(operator: str) -> Callable[[Fn], Fn]:
+    """Decorator: a kernel that stands for `operator`, by whose name it is known (`Kernel.name`)."""
+
+    def add(fn: Fn) -> Fn:
+        fn._qualified = operator  # type: ignore[attr-defined]
+        return fn
+
+    return add
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:

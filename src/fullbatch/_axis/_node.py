@@ -8,7 +8,7 @@ then a slice or a summand. It answers None where the operator couples samples; t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -92,6 +92,28 @@ class NodeView:
             return tuple(range(operand.ndim))
         values = value if isinstance(value, (list, tuple)) else [value]
         return tuple(int(item) % max(operand.ndim, 1) for item in values)
+
+    def with_layout(self, operand: Operand, layout: Layout) -> NodeView:
+        """The same operator with `operand` alone as a slice, by `layout`."""
+        operands = tuple(replace(item, layout=layout if item is operand else None) for item in self.operands)
+
+        def convert(arg: Any) -> Any:
+            if isinstance(arg, Operand):
+                return operands[arg.index]
+            return [convert(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
+
+        return replace(self, operands=operands, args={name: convert(arg) for name, arg in self.args.items()})
+
+    def by_extent(self, shape: tuple[int, ...]) -> Layout | None:
+        """Where in `shape` the extent of a slice returns: in its own dimension, else in the first that has it."""
+        for operand in self.sharded():
+            assert operand.layout is not None
+            extent = operand.shape[operand.layout.dim]
+            if operand.layout.dim < len(shape) and shape[operand.layout.dim] == extent:
+                return operand.layout
+            if extent in shape:
+                return operand.layout.at(shape.index(extent))
+        return None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,16 @@ _VIEWS = {
 
 def metas(node: fx.Node) -> list[Any]:
     out = node.meta.get("val")
-    return list(out) if isinstance(out, (list, tuple)) else [out]
+    forms = list(out) if isinstance(out, (list, tuple)) else [out]
+    return _with_statistics(node, forms) if "batch_norm" in str(node.target) else forms
+
+
+def _with_statistics(node: fx.Node, forms: list[Any]) -> list[Any]:
+    """Traced, the statistics of a batch normalisation have the dtype of its input; run, that of its parameters."""
+    given = [arg.meta["val"].dtype for arg in node.args[1:5] if isinstance(arg, fx.Node)]
+    if "backward" in str(node.target) or not given or given[0] == forms[0].dtype:
+        return forms
+    return [forms[0], *(form.new_empty(form.shape, dtype=given[0]) for form in forms[1:3]), *forms[3:]]
 
 
 def used_outputs(node: fx.Node, count: int) -> set[int]:
@@ -98,10 +108,17 @@ def fields(node: fx.Node) -> dict[str, Any]:
 
 def draws(node: fx.Node) -> bool:
     """Whether a random operator draws with these arguments: attention without dropout does not."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return draws_with(node.target, node.args, node.kwargs)
+
+
+def draws_with(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """The same of an operator that is called with these arguments."""
+    names = [argument.name for argument in target._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     if "dropout_p" in names:
         return bool(given.get("dropout_p", 0.0))
-    if "native_dropout" in str(node.target):
+    if "native_dropout" in str(target):
         return bool(given.get("p")) and given.get("train") is not False
+    if "rrelu" in str(target):
+        return bool(given.get("training", False))
     return True

@@ -46,10 +46,13 @@ def _module(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> str:
-    """The innermost line that is not inside torch itself."""
+    """The innermost line that is not inside torch itself, nor inside a function of ours that loss_fn calls."""
     lines = _LINE.findall(node.meta.get("stack_trace") or "")
+    libraries = ("/torch/", "/fullbatch/_head/")
     own = [
-        line for line in lines if "/torch/" not in line[0].replace("\\", "/") and not line[2].startswith("whole_step")
+        line
+        for line in lines
+        if not any(name in line[0].replace("\\", "/") for name in libraries) and not line[2].startswith("whole_step")
     ]
     if not own:
         return ""

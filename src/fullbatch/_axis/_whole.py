@@ -17,12 +17,26 @@ from fullbatch._ir import Kind, Origin, Program, Reduction, Task, Value
 def build_whole(joint: Any, batch: int) -> Program:
     """The program of a captured step in which the whole batch is the only microbatch."""
     program = build(joint, {}, batch)
-    made = {out for task in program.tasks for out in task.outputs if out is not None}
+    made = {out for task in program.tasks if not task.eager for out in task.outputs if out is not None}
     # Summands are local and do not grow with the microbatch: what the only microbatch makes.
     values = [replace(value, partial=True) if value.id in made else value for value in program.values]
-    tasks = [replace(task, kind=Kind.LOCAL) for task in program.tasks]
+    tasks: list[Task] = []
     results: dict[int, int] = {}
-    next_task = 1 + max((task.id for task in tasks), default=0)
+    next_task = 1 + max((task.id for task in program.tasks), default=0)
+    for task in program.tasks:
+        if not task.eager:
+            tasks.append(replace(task, kind=Kind.LOCAL))
+            continue
+        # Run once and never again: what it reads is complete first, as for several microbatches.
+        read: dict[int, int] = {}
+        for value in dict.fromkeys(task.inputs):
+            if value in made:
+                out = Value(len(values), values[value].name, values[value].shape, values[value].itemsize)
+                values.append(out)
+                tasks.append(Task(next_task, Kind.REDUCE, (value,), (out.id,), program.producers[value].origin))
+                next_task += 1
+                read[value] = out.id
+        tasks.append(replace(task, inputs=tuple(read.get(value, value) for value in task.inputs)))
     for value in dict.fromkeys(program.outputs):
         if value not in made:  # an input that is returned as it is
             results[value] = value

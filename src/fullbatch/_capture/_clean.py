@@ -49,7 +49,21 @@ def clean(graph: fx.Graph) -> None:
             _as_view(graph, node, node.args[1])
         elif node.target in (aten.expand.default, aten.view.default, aten.clone.default) and _is_fill(node.args[0]):
             _as_full(graph, node, value=node.args[0].args[1])
+    _share_casts(graph)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
+
+
+def _share_casts(graph: fx.Graph) -> None:
+    """A weight that autocast converts for each of its uses is converted once, as plain PyTorch's cache does."""
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten._to_copy.default or node.args[0].op != "placeholder":
+            continue
+        if node.kwargs.get("dtype") in (torch.float16, torch.bfloat16):
+            same = first.setdefault((node.args, *sorted(node.kwargs.items())), node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
 
 
 def _is_impure(node: fx.Node) -> bool:

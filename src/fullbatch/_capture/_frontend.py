@@ -7,10 +7,11 @@ as one graph; what Dynamo cannot express is refused with the line it stands on.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 
 from fullbatch import _torch
+from fullbatch._capture._sources import SEEDS, Source, seeds, source_of
 from fullbatch._capture._watch import Watch
 from fullbatch._errors import CaptureError, FullbatchError, LossError
 
@@ -36,10 +38,13 @@ class Frontend:
     returns the graph's outputs.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], on_graph: Callable[[fx.GraphModule], Runner]) -> None:
-        self._loss_fn = loss_fn
+    def __init__(
+        self, loss_fn: Callable[..., Any], on_graph: Callable[[fx.GraphModule], Runner], forward_only: bool = False
+    ) -> None:
+        self._loss_fn, self._forward_only = loss_fn, forward_only
         self._on_graph = on_graph
         self.captures = 0
+        self.room = 64  # captures that are kept: guards are checked one after another
         self._epoch = 0  # a guarded value of our own: raised where captures up to now hold no longer
         self._changed = ""
         self._scope: dict[str, Any] = {}
@@ -52,7 +57,7 @@ class Frontend:
         Its globals are its own too: Dynamo puts what it compiled there, and it goes with them.
         """
         self._drop()
-        whole_step = _whole_step(self._loss_fn)
+        whole_step = _whole_step(self._loss_fn, self._forward_only)
         self._code: CodeType = whole_step.__code__.replace(co_name=f"whole_step_{id(self)}")
         self._globals = dict(whole_step.__globals__)
         fresh = FunctionType(self._code, self._globals, "whole_step", whole_step.__defaults__, whole_step.__closure__)
@@ -83,21 +88,23 @@ class Frontend:
         if self._changed:
             raise _Stale
 
-    def __call__(self, model: Any, batch: Any, moved: Any) -> Any:
+    def __call__(self, model: Any, batch: Any, moved: Any, scale: torch.Tensor | None = None) -> Any:
         """(loss, aux, has_aux) as the runner returned them.
 
-        `moved` is the device to bring batch tensors to, or None.
+        `moved` is the device to bring batch tensors to, or None. The gradient is that of `scale` times the loss, where
+        one is given.
         """
-        if self._held > 64:  # guards are checked one capture after another: do not keep them without end
+        if self._held > self.room:
             self._renew()
         local = {"model": model, "batch": batch, "moved": moved, "epoch": self._epoch, "loss_fn": self._loss_fn}
+        local["gradient_scale"] = scale
         self._scope = {"L": local, "G": self._globals}
         drawn = random.getstate()
         try:
             with _torch.capture_settings(), torch.inference_mode(False), torch.enable_grad():
                 while True:
                     try:
-                        return self._call(model, batch, moved, self._epoch)
+                        return self._call(model, batch, moved, self._epoch, scale)
                     except _Stale:
                         random.setstate(drawn)
                         self._epoch += 1
@@ -110,11 +117,21 @@ class Frontend:
         finally:
             self._scope = {}
 
-    def why(self, model: Any, batch: Any, moved: Any) -> list[str]:
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """What is captured inside is not dropped for another, until 64 more have come."""
+        self.room = 1 << 16
+        try:
+            yield
+        finally:
+            self.room = self._held + 64
+
+    def why(self, model: Any, batch: Any, moved: Any, scale: torch.Tensor | None = None) -> list[str]:
         """What made the newest capture necessary, in words."""
         if self._changed:
             return [self._changed]
         scope = {"model": model, "batch": batch, "moved": moved, "epoch": self._epoch, "loss_fn": self._loss_fn}
+        scope["gradient_scale"] = scale
         try:
             return [_in_words(text, self._loss_fn) for text in _torch.why_recaptured(self._code, scope)]
         except Exception:  # a diagnosis only: it must never stop a step
@@ -130,17 +147,23 @@ def _alive(reference: weakref.ref[Frontend]) -> Frontend:
 _NO_LOSS = "fullbatch: "  # begins the message of an exception that carries a LossError through Dynamo
 
 
-def _whole_step(loss_fn: Callable[..., Any]) -> Any:
+def _whole_step(loss_fn: Callable[..., Any], forward_only: bool = False) -> Any:
     mark = _torch.loss_marker()
 
-    def whole_step(model: Any, batch: Any, moved: Any, epoch: int) -> Any:
+    def differentiated(loss: Any, scale: Any) -> Any:
+        # The scale is a tensor, and so an input of the graph: another value is no reason to capture anew.
+        return mark(loss) if scale is None else (mark(loss * scale), loss)
+
+    def whole_step(model: Any, batch: Any, moved: Any, epoch: int, gradient_scale: Any) -> Any:
         if epoch < 0:  # read, so that it is guarded
             return None
         if moved is not None:
             batch = _torch.tree_map(lambda leaf: leaf.to(moved) if isinstance(leaf, torch.Tensor) else leaf, batch)
         result = loss_fn(model, batch)
+        if forward_only:
+            return result
         if isinstance(result, torch.Tensor):
-            return mark(result), None, False
+            return differentiated(result, gradient_scale), None, False
         if not isinstance(result, tuple):
             raise TypeError(f"{_NO_LOSS}a {type(result).__name__}")
         if len(result) != 2:
@@ -148,7 +171,7 @@ def _whole_step(loss_fn: Callable[..., Any]) -> Any:
         loss, aux = result
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"{_NO_LOSS}a tuple of a {type(loss).__name__} and a {type(aux).__name__}")
-        return mark(loss), aux, True
+        return differentiated(loss, gradient_scale), aux, True
 
     return whole_step
 
@@ -202,11 +225,12 @@ def explain_refusal(error: BaseException) -> tuple[FullbatchError, BaseException
             expected="a loss_fn that runs in plain PyTorch",
             next="loss_fn(model, batch) by itself raises it with its own traceback",
         ), original
+    source = source_of(text)
+    if source is not None:
+        return _drawn_elsewhere(source, _user_line(trace)), error
     reason = text.split("from user code:")[0].strip().split("\n\n")[0]
     lines = [line.strip() for line in reason.splitlines() if line.strip() and not line.strip().startswith("Hint:")]
     reason = " ".join(lines).replace(" Explanation:", ":")[:600]
-    if "use_numpy_random_stream" in reason:
-        reason = "numpy draws random numbers in it, which would not come from numpy's generator."
     return CaptureError.of(
         f"The step cannot be captured as one graph: {reason}",
         got=_user_line(trace),
@@ -215,29 +239,43 @@ def explain_refusal(error: BaseException) -> tuple[FullbatchError, BaseException
     ), error
 
 
+def _drawn_elsewhere(source: Source, line: str) -> CaptureError:
+    return CaptureError.of(
+        source.reason, got=line, expected="draws from torch's default generators (torch.rand, F.dropout and the like)",
+        next=source.next,
+    )  # fmt: skip
+
+
 def _needs_data(text: str) -> bool:
     return bool(re.search("data.?dependent|dynamic.?(output.?)?shape|unbacked", text, re.IGNORECASE))
 
 
 def _advice(text: str) -> str:
     lowered = text.lower()
-    if "random" in lowered or "generator" in lowered:
-        return "draw with torch's default generator (torch.rand and the like), or draw outside and pass it in the batch"
+    if "gradscaler" in lowered:
+        return "step(batch, scaler=scaler), and return the loss as it is from loss_fn"
     if "nonzero" in lowered or "dynamic shape" in lowered or "unbacked" in lowered:
         return _NO_SELECTION
     if _needs_data(text) or "item()" in lowered or "tolist()" in lowered:
         return _NO_NUMBER
     if "print" in lowered or "logger" in lowered or "logging" in lowered:
         return "move logging out of loss_fn, or return the value as aux: return loss, {'name': value}"
-    return "move what is not tensor arithmetic out of loss_fn, and pass its result in the batch"
+    return "move what is not tensor arithmetic out of loss_fn, and pass its result in the batch" + _OTHERWISE
 
 
-_NO_NUMBER = "keep the value a tensor: replace .item()/float()/if tensor: by torch.where or a multiplication"
-_NO_SELECTION = "replace x[mask] by torch.where(mask, x, 0) and divide by mask.sum()"
+_OTHERWISE = (
+    "; where the loss alone does this, fullbatch.Step((forward, loss), model, batch) runs it as it is; where the "
+    "forward does, fullbatch.eager.Step with loss_fn(model, batch) -> (loss_sum, count)"
+)
+_NO_NUMBER = "keep the value a tensor: torch.where or a multiplication for .item()/float()/if tensor:" + _OTHERWISE
+_NO_SELECTION = "replace x[mask] by torch.where(mask, x, 0) and divide by mask.sum()" + _OTHERWISE
 
 
-def _check_data_dependence(graph: fx.GraphModule) -> None:
+def check_data_dependence(graph: fx.GraphModule) -> None:
     """Raises CaptureError where a number or a shape comes from the data: every size is a constant otherwise."""
+    seeded = seeds(graph)
+    if seeded is not None:
+        raise _drawn_elsewhere(SEEDS, _user_line(str(seeded.meta.get("stack_trace", ""))))
     for node in graph.graph.nodes:
         example = node.meta.get("example_value")
         if node.op == "placeholder" or getattr(example, "is_nested", False):
@@ -255,7 +293,7 @@ def _check_data_dependence(graph: fx.GraphModule) -> None:
 
 def check_loss(graph: fx.GraphModule) -> fx.Node:
     """The loss among the graph's nodes. Raises LossError where it is no scalar or needs no gradient."""
-    _check_data_dependence(graph)
+    check_data_dependence(graph)
     marks = (torch.ops.fullbatch.loss, torch.ops.fullbatch.loss.default)
     marked: list[fx.Node] = [node for node in graph.graph.nodes if node.target in marks]
     if len(marked) != 1:

@@ -17,7 +17,11 @@ from torch import fx, nn
 
 from fullbatch import _torch
 from fullbatch._capture._clean import clean, without_tokens
-from fullbatch._capture._frontend import check_loss
+from fullbatch._capture._constants import settle
+from fullbatch._capture._frontend import check_data_dependence, check_loss
+from fullbatch._capture._precision import autocasts, refuse_formats
+from fullbatch._capture._split import check_outputs, insert_loss, reached
+from fullbatch._eager_loss import EagerLoss
 from fullbatch._errors import CaptureError, Fault
 
 
@@ -32,8 +36,8 @@ class Joint:
     mutated: dict[int, fx.Node] = field(default_factory=dict)  # position of the input -> its new value
     outputs: list[fx.Node | Any] = field(default_factory=list)  # in the order the runner must return them
     gradients: dict[int, fx.Node | None] = field(default_factory=dict)  # position of the input -> its gradient
-    loss: int = 0  # position of the loss among the outputs
     notes: tuple[str, ...] = ()  # where the plain step is known to do otherwise
+    autocast: tuple[torch.dtype, ...] = ()  # what autocast converts to, in the step or around it
 
     @property
     def wanted(self) -> list[fx.Node]:
@@ -45,7 +49,7 @@ class Joint:
 class _Holder(nn.Module):
     """The captured forward with its inputs as parameters (differentiated) and buffers (not)."""
 
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], loss: int) -> None:
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], loss: int | None) -> None:
         super().__init__()
         self._forward, self._loss, self._count = [graph], loss, len(inputs)
         for position, tensor in enumerate(inputs):
@@ -62,26 +66,40 @@ class _Holder(nn.Module):
         outputs = fx.Interpreter(self._forward[0]).run(*inputs)
         return tuple(
             # Cloned, or AOTAutograd would return the base of an output that is a view; the clone goes again.
-            out if position == self._loss or not isinstance(out, torch.Tensor) else out.detach().clone()
+            self._returned(out, position) if isinstance(out, torch.Tensor) else out
             for position, out in enumerate(outputs)
         )
 
+    def _returned(self, out: torch.Tensor, position: int) -> torch.Tensor:
+        if self._loss is None:  # each output has a cotangent
+            return out.clone()
+        return out if position == self._loss else out.detach().clone()
 
-def trace_joint(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Joint:
-    """The joint graph of `graph` for inputs of this metadata. Raises CaptureError, LossError."""
-    loss_node = check_loss(graph)
+
+def trace_joint(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], eager: EagerLoss | None = None) -> Joint:
+    """The joint graph of `graph` for inputs of this metadata. Raises CaptureError, LossError.
+
+    With `eager` the graph is a forward alone, and that loss stands between it and its backward.
+    """
+    settle(graph, inputs)
+    loss_node = check_loss(graph) if eager is None else None
+    if eager is not None:
+        check_data_dependence(graph)
+        check_outputs(graph)
     _refuse_mistraced(graph)
     _refuse_recurrent_dropout(graph)
+    refuse_formats(graph)
     returned = next(node for node in graph.graph.nodes if node.op == "output").args[0]
-    loss = list(returned).index(loss_node)
+    loss = None if loss_node is None else list(returned).index(loss_node)
     sources = [_torch.dynamo_source(node) for node in graph.graph.nodes if node.op == "placeholder"]
     _check_inputs(inputs, sources)
     mode = _torch.fake_mode()
     holder = _Holder(graph, [_torch.to_fake(mode, tensor) for tensor in inputs], loss)
     try:
         with _tracing(graph), _torch.joint_graph(holder, mode, _torch.loss_decompositions()) as module:
-            joint = _read(module, sources, loss, len(returned))
+            joint = _read(module, sources, loss, len(returned), eager)
             joint.notes = _checkpointed_statistics(graph)
+            joint.autocast = autocasts(graph, inputs[0].device.type if inputs else "cpu")
     except (CaptureError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -178,8 +196,11 @@ def _check_inputs(inputs: Sequence[torch.Tensor], sources: Sequence[str]) -> Non
         raise CaptureError(*faults)
 
 
-def _read(module: fx.GraphModule, sources: list[str], loss: int, returned: int) -> Joint:
+def _read(
+    module: fx.GraphModule, sources: list[str], loss: int | None, returned: int, eager: EagerLoss | None
+) -> Joint:  # fmt: skip
     placeholders: dict[fx.Node, int] = {}
+    tangents: dict[int, fx.Node] = {}
     for node in module.graph.nodes:
         if node.op != "placeholder":
             continue
@@ -188,8 +209,11 @@ def _read(module: fx.GraphModule, sources: list[str], loss: int, returned: int) 
         if kind == "TangentAOTInput":
             # Of the loss the gradient is one; of a tensor that the step changes in place it is nothing.
             output = desc.output
-            is_loss = type(output).__name__ == "PlainAOTOutput" and output.idx == loss
-            _constant(module.graph, node, 1.0 if is_loss else 0.0)
+            plain = type(output).__name__ == "PlainAOTOutput"
+            if plain and eager is not None:
+                tangents[output.idx] = node
+                continue
+            _constant(module.graph, node, 1.0 if plain and output.idx == loss else 0.0)
         elif hasattr(desc, "target"):
             placeholders[node] = int(str(desc.target).removeprefix("input"))
         elif "Token" not in kind:
@@ -199,9 +223,11 @@ def _read(module: fx.GraphModule, sources: list[str], loss: int, returned: int) 
                 expected="parameters and buffers with memory of their own, or none of them changed in the step",
                 next="buffer = buffer.clone() before it is registered",
             )
+    if eager is not None:
+        eager.reaches = reached(module.graph, tangents)
     without_tokens(module.graph)
     clean(module.graph)
-    joint = Joint(module.graph, module, sources, placeholders, loss=loss, outputs=[None] * returned)
+    joint = Joint(module.graph, module, sources, placeholders, outputs=[None] * returned)
     output = next(node for node in module.graph.nodes if node.op == "output")
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
         kind = type(desc).__name__
@@ -213,6 +239,9 @@ def _read(module: fx.GraphModule, sources: list[str], loss: int, returned: int) 
             joint.outputs[desc.idx] = node if desc.idx == loss else _uncloned(node)
         elif node is not None and "Token" not in kind:
             raise CaptureError.of(f"The step has an output of a kind that is not supported: {kind}.")
+    if eager is not None:
+        insert_loss(module.graph, joint.outputs, list(joint.mutated.values()), tangents, eager)
+        joint.outputs = []  # the loss takes them, and nobody else
     return joint
 
 

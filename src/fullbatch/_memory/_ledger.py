@@ -7,7 +7,7 @@ Each operator is run alone, one at a time, for the memory it needs inside itself
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from fullbatch._captured import Captured
 from fullbatch._cost._costs import Coster
 from fullbatch._ir import Origin, Program
 from fullbatch._memory._free import free_bytes
-from fullbatch._memory._owned import Owned, owned_bytes
+from fullbatch._memory._owned import OptimizerStep, Owned, optimizer_step, owned_bytes
 from fullbatch._plan._schedule import Do, Schedule
 from fullbatch._printed import Printed
 from fullbatch._size import format_bytes
@@ -30,7 +30,9 @@ from fullbatch._tree import leaves, named_tensors
 class Ledger(Printed):
     """Predicted bytes of the plain step at its peak, by kind and by module.
 
-    `gradients` counts those made by the step up to the peak; `owned.gradients` those that were there before.
+    `gradients` counts those made by the step up to the peak; `owned.gradients` those that were there before. A gradient
+    that is there is added to: what the step makes for it is a second buffer, freed at once. `after` is what
+    `optimizer.step()` needs besides what is owned.
     """
 
     owned: Owned
@@ -40,11 +42,17 @@ class Ledger(Printed):
     moment: str
     modules: dict[str, int]
     exact: bool
+    after: OptimizerStep
 
     @property
     def peak(self) -> int:
-        """All of it together."""
+        """All of it together, while the training step runs."""
         return self.owned.total + self.gradients + self.activations + self.working
+
+    @property
+    def optimizer_peak(self) -> int:
+        """All of it together, while `optimizer.step()` runs; without an optimizer, what is owned."""
+        return self.owned.total + self.after.total
 
     def __rich__(self) -> Table:
         how = "predicted, operators measured alone" if self.exact else "predicted from shapes"
@@ -69,6 +77,11 @@ class Ledger(Printed):
             table.add_row(f"kept by {len(shown) - 12} more modules", format_bytes(rest), share)
         table.add_section()
         table.add_row("the peak is at", self.moment, "")
+        if self.after.total:
+            how = "" if self.after.exact else " (not known)"
+            table.add_row(f"optimizer step: its working memory{how}", format_bytes(self.after.working), "")
+            which = "more" if self.optimizer_peak > self.peak else "less"
+            table.add_row("optimizer step: all at its peak", format_bytes(self.optimizer_peak), f"{which} than above")
         return table
 
 
@@ -76,8 +89,18 @@ class _Capturing(Step):
     _measures = False
 
     def _on_graph(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
-        self.captured = Captured(graph, measure=False)
+        self.captured = Captured(graph, measure=False, eager=self._eager_loss())
         return lambda *inputs: self._run(self.captured, inputs)
+
+    def _run(self, captured: Captured, inputs: Sequence[torch.Tensor]) -> Any:
+        self._added = {at for at, tensor in enumerate(inputs) if tensor.is_leaf and tensor.grad is not None}
+        return super()._run(captured, inputs)
+
+    def second_buffers(self, program: Program) -> set[int]:
+        """Values that are gradients of parameters which have one: autograd adds them to it and lets them go."""
+        joint = self.captured.joint
+        values = dict(zip(joint.wanted, program.outputs, strict=False))
+        return {values[node] for at, node in joint.gradients.items() if node in values and at in self._added}
 
 
 def explain(
@@ -94,15 +117,18 @@ def explain(
     """
     step = _Capturing(loss_fn, model, batch, microbatch=1, optimizer=optimizer, batch_dims=batch_dims)
     tensors = [leaf for _, leaf in leaves(batch)]
-    parameters, buffers = (named_tensors(model, which).values() for which in ("parameters", "buffers"))
+    parameters, buffers = (list(named_tensors(model, which).values()) for which in ("parameters", "buffers"))
     device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     owned = owned_bytes(device, parameters, buffers, tensors, optimizer)
+    after = optimizer_step(device, parameters, optimizer)
     side = step.captured.side(step.captured.program.batch)
     program = side.program
     schedule = side.hold_all(program.batch).schedule
     largest = max((value.nbytes(None, program.batch) for value in program.values), default=0)
     measured = side.exact(program.batch) if 8 * largest < free_bytes(device) else None
-    return _at_peak(program, schedule, owned, measured or side.estimate, measured is not None)
+    second = step.second_buffers(program)
+    exact = measured is not None
+    return _at_peak(program, schedule, owned, measured or side.estimate, exact, after, second)
 
 
 @dataclass
@@ -112,7 +138,15 @@ class _Storage:
     values: set[int]
 
 
-def _at_peak(program: Program, schedule: Schedule, owned: Owned, cost: Coster, exact: bool) -> Ledger:
+def _at_peak(
+    program: Program,
+    schedule: Schedule,
+    owned: Owned,
+    cost: Coster,
+    exact: bool,
+    after: OptimizerStep,
+    second: set[int],
+) -> Ledger:
     root: dict[int, _Storage] = {}
     live, best, moment, inside = 0, -1, Origin(), 0
     snapshot: list[_Storage] = []
@@ -140,6 +174,10 @@ def _at_peak(program: Program, schedule: Schedule, owned: Owned, cost: Coster, e
             best, moment = max(live, within), task.origin
             inside = best - live
             snapshot = [_Storage(s.nbytes, s.origin, set(s.values)) for s in {id(s): s for s in root.values()}.values()]
+        for out in found.outs:
+            if out.value in second and (added := root.pop(out.value, None)) is not None:
+                added.values.discard(out.value)
+                live -= added.nbytes if not added.values else 0
     wanted = set(program.outputs)
     gradients, activations, working = 0, 0, inside
     modules: dict[str, int] = {}
@@ -151,7 +189,7 @@ def _at_peak(program: Program, schedule: Schedule, owned: Owned, cost: Coster, e
             modules[storage.origin.module] = modules.get(storage.origin.module, 0) + storage.nbytes
         else:
             working += storage.nbytes
-    return Ledger(owned, gradients, activations, working, str(moment), modules, exact)
+    return Ledger(owned, gradients, activations, working, str(moment), modules, exact, after)
 
 
 def _readers(program: Program) -> dict[int, bool]:

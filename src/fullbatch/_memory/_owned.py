@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from fullbatch import _torch
+from fullbatch._memory._optimizer import footprint
+from fullbatch._memory._twin import parts_of, tensors_in
 
 
 @dataclass(frozen=True)
 class Owned:
-    """Bytes by kind. Each storage is counted once, tensors on other devices not at all."""
+    """Bytes by kind. Each storage is counted once, tensors on other devices not at all.
+
+    `optimizer` is its state, and for LBFGS what it holds besides while it runs the step as its closure.
+    """
 
     parameters: int
     buffers: int
@@ -46,7 +48,7 @@ def owned_bytes(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return Owned(
         count(parameters), count(buffers), count(gradients),
-        count(_state(optimizer)) if optimizer is not None else 0, count(batch),
+        _optimizer_bytes(optimizer, device, seen) if optimizer is not None else 0, count(batch),
     )  # fmt: skip
 
 
@@ -62,54 +64,39 @@ def _new_bytes(tensor: torch.Tensor, device: torch.device, seen: set[int]) -> in
     return int(tensor.untyped_storage().nbytes())
 
 
-def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    wanted = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if wanted and not optimizer.state:
-        return predicted_state(optimizer)
-    return [item for state in optimizer.state.values() for item in _tensors(state)]
+@dataclass(frozen=True)
+class OptimizerStep:
+    """Bytes that `optimizer.step()` needs besides what the step owns: gradients not yet made, and working memory."""
+
+    gradients: int
+    working: int
+    exact: bool
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.gradients + self.working
 
 
-def _tensors(state: Any) -> list[torch.Tensor]:
-    values = state.values() if isinstance(state, dict) else [state]
-    return [value for value in values if isinstance(value, torch.Tensor)]
+def optimizer_step(
+    device: torch.device, parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None
+) -> OptimizerStep:
+    """What one `optimizer.step()` needs above `owned_bytes` on `device`; nothing where there is no optimizer."""
+    if optimizer is None:
+        return OptimizerStep(0, 0, exact=True)
+    found = footprint(optimizer, device)
+    bare = {id(p): p for p in parameters if p.grad is None and p.requires_grad and p.device == device}
+    gradients = sum(p.numel() * p.element_size() for p in bare.values())
+    # What it holds over a closure is counted as owned.
+    return OptimizerStep(gradients, max(found.working - found.held, 0), found.exact)
 
 
-def predicted_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The state tensors that `optimizer` will have after its first step, without storage.
-
-    Its own `step()` runs on copies of the parameters that have no storage, so that every optimizer is known that
-    such tensors can drive. One that they cannot is counted as two tensors a parameter, which is what Adam has.
-    """
-    mode = _torch.fake_mode()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    try:
-        with mode, _FixedNumbers():
-            twins = {id(p): _twin(mode, p) for p in parameters}
-            twin = copy.copy(optimizer)
-            twin.__dict__ = {**optimizer.__dict__}
-            twin.state = type(optimizer.state)(dict)
-            twin.param_groups = [
-                {**group, "params": [twins[id(p)] for p in group["params"]]} for group in optimizer.param_groups
-            ]
-            step = type(optimizer).step
-            with torch.no_grad():
-                getattr(step, "__wrapped__", step)(twin)
-            return [item for state in twin.state.values() for item in _tensors(state)]
-    except Exception:  # an optimizer that reads values, or runs a closure
-        return [p.detach() for p in parameters for _ in range(2) if p.requires_grad]
-
-
-class _FixedNumbers(TorchFunctionMode):
-    """Where an optimizer reads a number out of a tensor (Adafactor: a norm), it reads a half: not zero, not one."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.item, torch.Tensor.__float__):
-            return 0.5
-        return func(*args, **(kwargs or {}))
-
-
-def _twin(mode: Any, parameter: torch.Tensor) -> torch.Tensor:
-    twin = torch.nn.Parameter(_torch.to_fake(mode, parameter.detach()), requires_grad=parameter.requires_grad)
-    if parameter.requires_grad:
-        twin.grad = torch.empty_like(twin)
-    return twin
+def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device, seen: set[int]) -> int:
+    """State that is there, that will be, and what the optimizer holds while it runs the step as its closure."""
+    found = footprint(optimizer, device)
+    if found.shared:
+        return found.shared + found.held
+    state = {one: held for part in parts_of(optimizer) for one, held in part.state.items() if held}
+    coming = found.states.keys() - {id(parameter) for parameter in state}
+    there = (tensor for held in state.values() for tensor in tensors_in(held))
+    return sum(found.states[at] for at in coming) + sum(_new_bytes(tensor, device, seen) for tensor in there)

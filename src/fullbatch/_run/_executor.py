@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fullbatch._eager_loss import rehearsal
 from fullbatch._ir import Program
 from fullbatch._plan._schedule import ALL, Schedule
 from fullbatch._run._fuse import fuse
@@ -39,7 +40,8 @@ class Executor:
         """
         with step_seed(self.program, inputs.values()) as seed, torch.no_grad():
             if self._to_compile:
-                fused = fuse(self.program, self.schedule, inputs, seed)
+                with rehearsal():
+                    fused = fuse(self.program, self.schedule, inputs, seed)
                 if fused is not None:
                     self._generated, self._to_compile = Generated(self.program, self.schedule, fused), False
             try:

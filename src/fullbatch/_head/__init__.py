@@ -1,0 +1,1 @@
+"""A loss head in slices of tokens."""

@@ -1,0 +1,118 @@
+"""The trust ratio of LARS and LAMB, and what both do around it.
+
+Limit that forced it: with large batches the best rate of each layer is its own, and one for all diverges (You, Gitman
+and Ginsburg 2017, arXiv:1708.03888). Shape of the answer: an update is scaled to the length of the tensor that it
+moves, so that `|dw| / |w|` is the learning rate in every step. Several libraries' optimizers of these names do not
+keep this; here it is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullbatch._errors import Fault, OptimizerError
+
+
+class Trusting(torch.optim.Optimizer):
+    """Base of both: `_update` gives the direction of one parameter, and the step is taken along it."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step over all parameters with a gradient. Returns what `closure` returns, where there is one.
+
+        Raises OptimizerError for a sparse gradient, before any parameter has moved.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _refuse_sparse(self.param_groups)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group)
+        return loss
+
+    def _move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        update = self._update(parameter, group, self.state[parameter])
+        if group["adapt"]:
+            update.mul_(trust_ratio(parameter, update) * group.get("trust", 1.0))
+        parameter.sub_(update.mul_(group["lr"]))
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
+        """The direction to move against, in memory of its own."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; its options are checked as those of the constructor. Raises OptimizerError."""
+        check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+
+def trust_ratio(parameter: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    """`|w| / |u|`, a scalar tensor; 1 where either is zero, or a tensor of zeros could never leave zero.
+
+    Computed in float32 for halves: the sum of a large tensor's squares is beyond their range.
+    """
+    weight, direction = norm(parameter), norm(update)
+    known = (weight > 0) & (direction > 0)
+    ratio: torch.Tensor = torch.where(known, weight / direction, torch.ones_like(weight))
+    return ratio.to(update.dtype)
+
+
+def norm(tensor: torch.Tensor) -> torch.Tensor:
+    """The Euclidean length, in float32 at least."""
+    length: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return length
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of a model's parameters, as in the papers' own code: what is adapted and decays, and what is not.
+
+    Biases and the weights of normalisations (tensors of one dimension or none) get no trust ratio and no decay: their
+    length says nothing of how far they should move. Parameters that need no gradient are left out.
+    """
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in wanted if p.ndim > 1], "weight_decay": weight_decay, "adapt": True},
+        {"params": [p for p in wanted if p.ndim <= 1], "weight_decay": 0.0, "adapt": False},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (lambda value: float(value) >= 0, "at least 0"),
+    "weight_decay": (lambda value: value >= 0, "at least 0"),
+    "eps": (lambda value: value >= 0, "at least 0"),
+    "trust": (lambda value: value > 0, "above 0"),
+    "momentum": (lambda value: 0 <= value < 1, "in [0, 1)"),
+    "betas": (lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)"),
+    "adapt": (lambda value: isinstance(value, bool), "True or False"),
+    "form": (lambda value: value in ("2017", "2019"), '"2017" or "2019"'),
+}
+
+
+def check(options: dict[str, Any]) -> None:
+    """Raises OptimizerError with all options that are out of range."""
+    faults = [
+        Fault(f"{name} is out of range.", got=f"{name}={options[name]!r}", expected=expected)
+        for name, (good, expected) in _RANGES.items()
+        if name in options and not good(options[name])
+    ]
+    if faults:
+        raise OptimizerError(*faults)
+
+
+def _refuse_sparse(groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise OptimizerError.of(
+                    "A gradient is sparse.", got=f"a parameter of shape {tuple(parameter.shape)}",
+                    expected="dense gradients: the trust ratio is of whole tensors",
+                    next="nn.Embedding(..., sparse=False), or torch.optim.SparseAdam for that parameter",
+                )  # fmt: skip

@@ -1,0 +1,21 @@
+"""The example runs as it stands, splits the batch, is exact, and learns."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+_EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "detection.py"
+
+
+def test_the_example_runs_and_learns() -> None:
+    done = subprocess.run([sys.executable, str(_EXAMPLE)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "certificate: the same gradient" in done.stdout
+    assert re.search(r"microbatch +│ (\d+) samples x \d+", done.stdout)
+    found = re.search(r"pixels off: ([\d.]+) at first, ([\d.]+) in the last", done.stdout)
+    assert found is not None
+    first, last = float(found[1]), float(found[2])
+    assert last < 0.6 * first

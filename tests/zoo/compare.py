@@ -1,0 +1,138 @@
+"""One model, plain and in microbatches: how far apart they are, or by what name it was refused."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import fullbatch
+
+from .inputs import Inputs
+from .models import CannotRun, build, loss_fn
+
+LIMIT = 1e-9
+MICROBATCHES = (1, 3)  # of a batch of four: even, and uneven
+
+
+@dataclass
+class Outcome:
+    """What came of one model. `kind` is exact, random, different, refused, crashed, too slow or not counted."""
+
+    name: str
+    kind: str
+    error: float = 0.0  # largest over loss, gradients and buffers
+    stages: int = 0
+    full_batch: int = 0  # operators that run on the whole batch
+    seconds: float = 0.0  # to capture and plan
+    inputs: tuple[str, ...] = ()
+    strength: str = ""
+    parameters: int = 0
+    refusal: str = ""
+    detail: str = ""
+
+
+def judge(name: str) -> dict[str, Any]:
+    """The outcome for the model type `name`, as plain values."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        built = build(name)
+    except CannotRun as error:
+        return asdict(Outcome(name, "not counted", detail=str(error)[:2000]))
+    found = Outcome(name, "", inputs=tuple(built.batch), strength=built.strength, parameters=built.parameters)
+    try:
+        _judge(found, built.model, built.batch)
+    except fullbatch.FullbatchError as error:
+        found.kind, found.refusal, found.detail = "refused", type(error).__name__, str(error)[:1500]
+    except Exception as error:
+        found.kind, found.refusal, found.detail = "crashed", type(error).__name__, traceback.format_exc()[-3000:]
+    return asdict(found)
+
+
+def _judge(found: Outcome, model: nn.Module, batch: Inputs) -> None:
+    random = _draws(model, batch)
+    began = time.process_time()
+    step = fullbatch.Step(loss_fn, model, batch, microbatch=MICROBATCHES[0])
+    found.seconds = round(time.process_time() - began, 2)
+    found.stages, found.full_batch = step.plan.stages, len(step.plan.full_batch_nodes)
+    errors = []
+    for microbatch in MICROBATCHES:
+        step._microbatch = microbatch  # one capture serves both
+        errors.append(_certified(step, batch) if random else _error(step, model, batch))
+    found.error = max(errors)
+    within = all(error <= LIMIT for error in errors)  # false for NaN too
+    found.kind = ("random" if random else "exact") if within else "different"
+
+
+def _draws(model: nn.Module, batch: Inputs) -> bool:
+    """Whether the step draws random numbers."""
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    before = torch.get_rng_state()
+    loss_fn(model, batch)
+    _restore(model, buffers)
+    return not torch.equal(before, torch.get_rng_state())
+
+
+def _certified(step: fullbatch.Step, batch: Inputs) -> float:
+    found = step.verify(batch)
+    return max(found.loss_error, found.gradient_error, found.buffer_error)
+
+
+def _error(step: fullbatch.Step, model: nn.Module, batch: Inputs) -> float:
+    """The largest of the relative differences of loss, gradients and buffers, after one step each from one state."""
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    plain = _results(model, lambda: _plain(model, batch))
+    _restore(model, buffers)
+    ours = _results(model, lambda: step(batch))
+    _restore(model, buffers)
+    return max(_apart(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def _plain(model: nn.Module, batch: Inputs) -> torch.Tensor:
+    loss = loss_fn(model, batch)
+    loss.backward()
+    return loss.detach()
+
+
+Group = dict[str, torch.Tensor | None]
+
+
+def _results(model: nn.Module, run: Any) -> tuple[Group, Group, Group]:
+    model.zero_grad(set_to_none=True)
+    loss = run()
+    gradients: Group = {name: p.grad for name, p in model.named_parameters()}
+    buffers: Group = {name: b.clone() for name, b in model.named_buffers() if b.dtype.is_floating_point or b.numel()}
+    model.zero_grad(set_to_none=True)
+    return {"loss": loss}, gradients, buffers
+
+
+def _restore(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(buffers[name])
+
+
+def _apart(plain: Group, ours: Group) -> float:
+    """max|a - b| / max|a| over all tensors of a group; infinite where one has a tensor that the other lacks."""
+    scale = worst = 0.0
+    for name, a in plain.items():
+        b = ours[name]
+        if (a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape):
+            return float("inf")
+        if a is None or b is None or not a.numel():
+            continue
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        difference = float((a.to(wide) - b.to(wide)).abs().max())
+        same = a.isfinite() & b.isfinite() | (a == b)
+        scale = max(scale, float(torch.nan_to_num(a.to(wide)).abs().max()))
+        if not bool(same.all()):
+            return float("inf")
+        worst = max(worst, difference if difference == difference else 0.0)
+    return worst / scale if scale else worst
