@@ -86,7 +86,7 @@ class CompileError(FullbatchError, RuntimeError):
 
 
 class OptimizerError(FullbatchError, ValueError):
-    """An option of an optimizer or of a learning rate that is out of range; a gradient that an optimizer cannot take."""
+    """An option of an optimizer or a learning rate that is out of range; a gradient that an optimizer cannot take."""
 
 
 class VerifyError(FullbatchError):

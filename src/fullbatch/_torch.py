@@ -439,6 +439,10 @@ def assert_on_device(condition: torch.Tensor) -> None:
     torch._assert_async(condition)
 
 
+# What `assert` on a tensor's value is in a captured graph: it raises on the device.
+asserts_on_device = torch._assert_async
+
+
 def profiler_running() -> bool:
     """Whether a profiler is active; torch itself lets a second one end the first in silence."""
     from torch.autograd import profiler

@@ -1,4 +1,4 @@
-"""Tensors that hold Python's own numbers decide shapes; checks of values; `requires_grad` set on a value of the step."""
+"""Tensors that hold Python's own numbers decide shapes; checks of values; `requires_grad` set on a step's value."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from data_checks import asserted, asserted_and_used
 from torch import nn
 
 import fullbatch
@@ -62,7 +63,7 @@ def _model() -> tuple[nn.Module, torch.Tensor]:
     return nn.Linear(6, 6).double(), torch.randn(4, 6, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("loss_fn", [_grid, _number, _checked, _required])
+@pytest.mark.parametrize("loss_fn", [_grid, _number, _checked, asserted, _required])
 @pytest.mark.parametrize("microbatch", [1, 3, 4])
 def test_the_gradient_is_the_plain_one(loss_fn: Any, microbatch: int) -> None:
     model, x = _model()
@@ -90,16 +91,17 @@ def test_another_shape_is_another_constant() -> None:
         assert float(step(batch)) == pytest.approx(3 * width)
 
 
-@pytest.mark.parametrize("loss_fn", [_changed, _changed_view, _chosen, _read_after])
+@pytest.mark.parametrize("loss_fn", [_changed, _changed_view, _chosen, _read_after, asserted_and_used])
 def test_what_does_depend_is_refused(loss_fn: Any) -> None:
     model, x = _model()
     with pytest.raises(fullbatch.CaptureError):
         fullbatch.Step(loss_fn, model, x, microbatch=1)
 
 
-def test_a_check_that_fails_raises() -> None:
+@pytest.mark.parametrize("loss_fn", [_checked, asserted])
+def test_a_check_that_fails_raises(loss_fn: Any) -> None:
     model, x = _model()
-    step = fullbatch.Step(_checked, model, x, microbatch=1)
-    with pytest.raises(RuntimeError, match="check"):
+    step = fullbatch.Step(loss_fn, model, x, microbatch=1)
+    with pytest.raises(RuntimeError, match=r"check|assert"):
         step(x + 1000)
     assert all(p.grad is None for p in model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 import warnings
@@ -45,15 +46,21 @@ def judge(name: str) -> dict[str, Any]:
     try:
         built = build(name)
     except CannotRun as error:
-        return asdict(Outcome(name, "not counted", detail=str(error)[:2000]))
+        return asdict(Outcome(name, "not counted", detail=_without_paths(str(error))[:400]))
     found = Outcome(name, "", inputs=tuple(built.batch), strength=built.strength, parameters=built.parameters)
     try:
         _judge(found, built.model, built.batch)
     except fullbatch.FullbatchError as error:
-        found.kind, found.refusal, found.detail = "refused", type(error).__name__, str(error)[:1500]
+        found.kind, found.refusal, found.detail = "refused", type(error).__name__, _without_paths(str(error))[:400]
     except Exception as error:
-        found.kind, found.refusal, found.detail = "crashed", type(error).__name__, traceback.format_exc()[-3000:]
+        found.kind, found.refusal = "crashed", type(error).__name__
+        found.detail = _without_paths(traceback.format_exc())[-3000:]
     return asdict(found)
+
+
+def _without_paths(text: str) -> str:
+    """What is the same on all machines."""
+    return re.sub(r"[^\s'\"]*/site-packages/", "", text)
 
 
 def _judge(found: Outcome, model: nn.Module, batch: Inputs) -> None:

@@ -41,8 +41,10 @@ def settle(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
             for user in list(node.users):
                 _put(user, node, values.of(node))
             changed = True
+    _without_unused(graph.graph)
+    changed |= _checks_of_tensors(graph.graph)
     if changed:
-        graph.graph.eliminate_dead_code(is_impure_node=lambda node: node not in symbolic or bool(node.users))
+        _without_unused(graph.graph)
         graph.recompile()
         _infer_again(graph, inputs)
 
@@ -148,6 +150,51 @@ def _put(user: fx.Node, node: fx.Node, value: Any) -> None:
     """In the arguments of `user`, `value` stands for `node`."""
     user.args = fx.node.map_arg(user.args, lambda argument: value if argument is node else argument)
     user.kwargs = fx.node.map_arg(user.kwargs, lambda argument: value if argument is node else argument)
+
+
+def _without_unused(graph: fx.Graph) -> None:
+    """Numbers that nothing reads any more are gone."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "call_method") and _is_number(node) and not node.users:
+            graph.erase_node(node)
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _checks_of_tensors(graph: fx.Graph) -> bool:
+    """Numbers that are only asserted about stay tensors, and so do the assertions. Whether there were any.
+
+    `assert lengths.max().item() <= size` decides nothing but whether the step raises.
+    """
+    asserts = {node for node in graph.nodes if node.target is torch.ops.aten._assert_scalar.default}
+    good = asserts | {node for node in graph.nodes if _is_number(node) and _as_well_of_tensors(node)}
+    while wrong := [node for node in good if not _among(node, good)]:
+        good.difference_update(wrong)
+    numbers = [node for node in graph.nodes if node in good and node not in asserts]
+    for node in asserts & good:
+        if node.args[0] in numbers:
+            node.target = _torch.asserts_on_device
+    for node in numbers:
+        if node.target == "item":
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is torch.sym_sum:
+            node.target = sum
+    return bool(numbers)
+
+
+def _as_well_of_tensors(node: fx.Node) -> bool:
+    """Whether the node takes a number out of a tensor, or computes with numbers what it would with tensors."""
+    if node.op == "call_method":
+        return node.target == "item"
+    arithmetic = getattr(node.target, "__module__", "") == "_operator" or node.target is torch.sym_sum
+    return node.op == "call_function" and arithmetic
+
+
+def _among(node: fx.Node, good: set[fx.Node]) -> bool:
+    inputs = (source for source in node.all_input_nodes if _is_number(source))
+    return all(source in good for source in inputs) and all(user in good for user in node.users)
 
 
 class _Inferred(fx.Interpreter):
