@@ -199,6 +199,11 @@ def guarded_expressions() -> list[str]:
     return [] if context is None else [guard.name for guard in context.guards_context.dynamo_guards if guard.name]
 
 
+def traced_code() -> list[CodeType]:
+    """Inside a backend: the code of all functions that were traced into the graph."""
+    return list(torch._guards.TracingContext.get_traced_code() or [])
+
+
 def _logging_functions() -> set[Any]:
     """Logger methods, those that libraries add to the class among them (transformers' warning_once)."""
     names = ("debug", "info", "warning", "error", "warning_once", "info_once", "warning_advice", "log")

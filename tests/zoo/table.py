@@ -79,7 +79,8 @@ ASKS = ("paligemma",)
 
 _DIFFERENT = """`paligemma` differs because its own code does: code of transformers asks whether it is being captured
 (`torch.compiler.is_compiling()`), and computes something else then. `torch.compile(backend="eager")` gives the same
-other loss. `step.verify()` finds it. Nothing else differs.
+other loss. `step.plan` names the code that asks before anything runs, and `step.verify()` finds the difference. Nothing
+else differs.
 """
 
 

@@ -200,6 +200,8 @@ def _batch_norm_backward(builder: Builder, node: fx.Node, view: NodeView) -> boo
 
 def _gradient_sums(gy: Any, x: Any, mean: Any, var: Any, invstd: Any, eps: float) -> tuple[Any, Any]:
     """Of a slice, a channel: sum(gy * (x - mean) * invstd) and sum(gy), the gradients of weight and bias."""
+    if gy.stride() != x.stride():  # for one sample whose gradient is in another memory order the kernel is wrong (2.13)
+        gy, x = gy.contiguous(), x.contiguous()
     _, weight, bias = torch.ops.aten.native_batch_norm_backward.default(
         gy, x, _slope(None, x, mean), mean, var, mean, invstd, False, eps, [False, True, True]
     )

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fullbatch import _torch
+from fullbatch._capture._asked import note_questions
 from fullbatch._capture._sources import SEEDS, Source, seeds, source_of
 from fullbatch._capture._watch import Watch
 from fullbatch._errors import CaptureError, FullbatchError, LossError
@@ -71,6 +72,7 @@ class Frontend:
     def _backend(self, graph: fx.GraphModule) -> Runner:
         self.captures += 1
         self._held += 1
+        note_questions(graph, _torch.traced_code())
         run, expressions = self._on_graph(graph), _torch.guarded_expressions()
         watches: list[Watch] = []
         alive = weakref.ref(self)
