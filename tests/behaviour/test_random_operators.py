@@ -174,7 +174,11 @@ def test_an_operator_that_draws(name: str, microbatch: int) -> None:
     assert certificate.ok and certificate.realised_masks, certificate
 
 
-@pytest.mark.parametrize("name", [*SEVERAL, "gumbel_softmax hard", "Gamma", "poisson", "exponential_", "randn_like"])
+_LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("attention", "Gamma", "checkpointed dropout")]
+_SHORT = [name for name in SEVERAL if name not in ("attention", "checkpointed dropout")]
+
+
+@pytest.mark.parametrize("name", [*_SHORT, *_LONG, "gumbel_softmax hard", "poisson", "exponential_", "randn_like"])
 def test_a_recompute_sees_the_draw_of_the_forward(name: str) -> None:
     model, batch = _built(name)
     with pytest.raises(fullbatch.BudgetError) as least:

@@ -80,6 +80,7 @@ def attended(net: Any, batch: Any) -> Tensor:
     return net(batch[0]).square().mean()
 
 
+@pytest.mark.slow
 def test_length_where_a_line_runs_out() -> None:
     """A line through the memory of lengths 4 and 12 chooses a length that takes four times as much as there is."""
     net, memory = Attention(), 200_000

@@ -65,7 +65,12 @@ def _built(name: str) -> tuple[nn.Module, Any]:
     return create(), (torch.randn(shape), torch.arange(shape[0]) % 4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+_LONG = {"attention"}  # a minute or more of planning
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in _LONG else name for name in MODELS]
+)
 def test_the_least_budget_is_stated_works_and_is_kept_to(name: str) -> None:
     model, batch = _built(name)
     with pytest.raises(fullbatch.BudgetError) as caught:

@@ -42,6 +42,9 @@ _AIM = 0.998
 _SMALL = 150
 _WALKS = 800
 
+# Tasks that such walks take together, at most: a small program may stand for a long one (a network unrolled over time).
+_WALKED = 80_000
+
 # Changes of what is held that are tried each time limits are corrected, and in a search from there.
 _TRIALS = 30_000
 _SEARCHES = 60_000
@@ -243,6 +246,7 @@ class Side:
         free = [float("inf")] * self.segments.count
         nearest = min(tried[1:], key=lambda c: (max(0, c.peak - room), c.again))
         starts = {id(candidate): candidate for candidate in (nearest, *tried[:2])}
+        walks = min(_WALKS, _WALKED // len(self.program.tasks))
         return [
             descend(
                 start,
@@ -250,7 +254,7 @@ class Side:
                 self.work,
                 lambda held: self._candidate(held, size, cost),
                 lambda held: Polish(problem, held, free),
-                _WALKS,
+                walks,
             )
             for start in starts.values()
         ]
