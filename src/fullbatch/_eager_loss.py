@@ -21,6 +21,7 @@ import torch
 
 from fullbatch import _torch
 from fullbatch._axis._strides import has_dense_strides
+from fullbatch._cost._forms import Meta
 from fullbatch._errors import Fault, LossError, ModelError
 from fullbatch._memory._measure import measure
 from fullbatch._run._commit import restore_generator, save_generator
@@ -47,24 +48,14 @@ def rehearsal() -> Iterator[None]:
         _REHEARSING.pop()
 
 
-@dataclass(frozen=True)
-class Form:
-    """A cotangent as the captured backward expects it."""
+def cotangent_form(tensor: torch.Tensor) -> Meta:
+    """A cotangent of `tensor` as the captured backward expects it: in dense strides."""
+    dense = tensor.stride() if has_dense_strides(tensor) else torch.empty(tensor.shape, device="meta").stride()
+    return Meta(tuple(tensor.shape), tuple(dense), tensor.dtype, tensor.device)
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
-        """The form of `tensor`, in dense strides."""
-        dense = tensor.stride() if has_dense_strides(tensor) else torch.empty(tensor.shape, device="meta").stride()
-        return cls(tuple(tensor.shape), tuple(dense), tensor.dtype, tensor.device)
-
-    def empty(self) -> torch.Tensor:
-        """A tensor of this form."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+def _empty(form: Meta) -> torch.Tensor:
+    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
 
 
 @dataclass
@@ -164,7 +155,7 @@ class EagerLoss:
     _qualified = "the loss"
 
     def __init__(self) -> None:
-        self.forms: list[Form] = []
+        self.forms: list[Meta] = []
         self.wanted: list[int] = []
         self.reaches: dict[int, frozenset[int]] = {}
         self.call: LossCall | None = None
@@ -202,7 +193,7 @@ class EagerLoss:
         """Takes the memory that the loss takes, as far as it is known, and leaves zeros."""
         rest = max(0, (self.workspace or 0) - self._own)
         scratch = torch.empty(rest, dtype=torch.uint8, device=self.forms[0].device)
-        made = [form.empty().zero_() for form in self.forms]
+        made = [_empty(form).zero_() for form in self.forms]
         del scratch
         return made
 
@@ -310,12 +301,12 @@ def _shown(call: LossCall, outputs: Sequence[torch.Tensor]) -> int:
     return sum(held.get(key, 0) for key in {_torch.storage_key(tensor) for _, tensor in leaves(aux)})
 
 
-def _formed(grad: torch.Tensor | None, form: Form, taken: set[int]) -> torch.Tensor:
+def _formed(grad: torch.Tensor | None, form: Meta, taken: set[int]) -> torch.Tensor:
     """A cotangent in memory of its own, in the strides that the backward was traced with."""
     if grad is None:
-        return form.empty().zero_()
+        return _empty(form).zero_()
     key = _torch.storage_key(grad)
     if grad.stride() == form.stride and covers_storage(grad) and key not in taken and not _torch.is_view(grad):
         taken.add(key)
         return grad
-    return form.empty().copy_(grad)
+    return _empty(form).copy_(grad)

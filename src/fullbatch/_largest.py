@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from fullbatch._arguments import check_memory
 from fullbatch._errors import BatchError, LossError, check_all
 from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._printed import Printed
 from fullbatch._size import format_bytes, parse_bytes
 from fullbatch._sized import Axis, Sizes, check_axis
-from fullbatch._step import _check_memory
 from fullbatch._tree import check_devices
 from fullbatch._trial import Fit, LossFn, Trial, owned_by
 from fullbatch._undone import generators
@@ -96,7 +96,7 @@ def largest(
     check_all(
         lambda: check_axis(axis),
         lambda: _check_sizes(multiple_of, most),
-        lambda: _check_memory(memory, model),
+        lambda: check_memory(memory, model),
         lambda: _check_function(loss_fn),
     )
     device = check_devices(model)

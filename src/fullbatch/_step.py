@@ -12,18 +12,15 @@ from typing import Any
 
 import torch
 
+from fullbatch._arguments import check_callable, check_memory, check_microbatch
 from fullbatch._capture._frontend import Frontend
 from fullbatch._capture._joint import Joint
 from fullbatch._capture._modules import traceable
 from fullbatch._captured import Captured, Request
 from fullbatch._eager_loss import EagerLoss
 from fullbatch._errors import (
-    BatchError,
     CaptureError,
     FullbatchError,
-    LossError,
-    MemorySizeError,
-    ModelError,
     PlanError,
     VerifyError,
     check_all,
@@ -32,7 +29,6 @@ from fullbatch._hooks import refuse_hooks
 from fullbatch._memory._after import planned
 from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._memory._owned import optimizer_step, owned_bytes
-from fullbatch._memory._total import total_bytes
 from fullbatch._plan._plan import Plan
 from fullbatch._prepared import Prepared, prepare
 from fullbatch._replay import Draws
@@ -41,7 +37,7 @@ from fullbatch._run._commit import Pending, commit, restore_generator, save_gene
 from fullbatch._run._executor import Executor
 from fullbatch._run._inductor import check_compiler
 from fullbatch._scaler import SOURCE, scale_of
-from fullbatch._size import format_bytes, parse_bytes
+from fullbatch._size import parse_bytes
 from fullbatch._split import Split, drawn_back, merge, split_of
 from fullbatch._tree import BatchShape, check_devices, find_batch, leaves, named_tensors, returned
 from fullbatch._verify import Certificate, LastBatch, verify
@@ -133,9 +129,9 @@ class Step:
         check_all(
             lambda: check_devices(model),
             lambda: setattr(self, "_split", split_of(loss_fn)),
-            lambda: _check_callable(loss_fn, optimizer),
-            lambda: _check_memory(memory, model),
-            lambda: _check_microbatch(microbatch, find_batch(batch, batch_dims).size),
+            lambda: check_callable(loss_fn, optimizer),
+            lambda: check_memory(memory, model),
+            lambda: check_microbatch(microbatch, find_batch(batch, batch_dims).size),
             lambda: setattr(self, "_saved", _given(plan)),
         )
         self._memory = None if memory is None else parse_bytes(memory)
@@ -426,39 +422,6 @@ class Step:
             )
 
 
-def _check_callable(loss_fn: Any, optimizer: Any) -> None:
-    if not callable(loss_fn) and not isinstance(loss_fn, (tuple, list)):
-        raise LossError.of(
-            "loss_fn is not a function.", got=f"{type(loss_fn).__name__}: {loss_fn!r:.80}",
-            expected="a function of (model, batch)", next="fullbatch.Step(loss_fn, model, batch)",
-        )  # fmt: skip
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ModelError.of(
-            "The optimizer is not one of torch.", got=f"{type(optimizer).__name__}: {optimizer!r:.80}",
-            expected="a torch.optim.Optimizer, or None", next="optimizer=torch.optim.AdamW(model.parameters())",
-        )  # fmt: skip
-
-
-def _check_memory(memory: int | str | None, model: Any) -> None:
-    """Raises MemorySizeError where `memory` is no size, or is more than the model's device has."""
-    if memory is None:
-        return
-    asked = parse_bytes(memory)
-    try:
-        device = check_devices(model)
-    except ModelError:  # said by another check
-        return
-    total = total_bytes(device)
-    if total is not None and asked > total:
-        free = free_bytes(device)
-        raise MemorySizeError.of(
-            "The memory budget is more than the device has.",
-            got=f"memory={memory!r}: {asked:,} bytes ({format_bytes(asked)})",
-            expected=f"at most the {total:,} bytes ({format_bytes(total)}) of {device}",
-            next=f"memory={free}, what is free now less a reserve of {RESERVE:.0%}, or no memory= for the same",
-        )
-
-
 def _given(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     if plan is None or isinstance(plan, Plan):
         return plan
@@ -468,16 +431,6 @@ def _given(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
         "plan= is no plan.", got=f"{type(plan).__name__}: {plan!r:.80}",
         expected="a fullbatch.Plan, or the path of a file that plan.save wrote", next='plan="plan.json"',
     )  # fmt: skip
-
-
-def _check_microbatch(microbatch: int | None, size: int) -> None:
-    if microbatch is None:
-        return
-    if isinstance(microbatch, bool) or not isinstance(microbatch, int) or not 1 <= microbatch <= size:
-        raise BatchError.of(
-            "The microbatch does not fit the batch.", got=f"microbatch={microbatch!r}",
-            expected=f"an int from 1 to {size}, the samples in the batch", next=f"microbatch={max(1, size // 2)}",
-        )  # fmt: skip
 
 
 __all__ = ["FullbatchError", "Step"]

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fullbatch import _torch
-from fullbatch._eager_loss import EagerLoss, Form
+from fullbatch._eager_loss import EagerLoss, cotangent_form
 from fullbatch._errors import CaptureError, LossError
 
 WHY = "the loss runs as it is on the outputs of the whole batch"
@@ -66,7 +66,7 @@ def insert_loss(
     at_operand = {position: at for at, position in enumerate(positions)}
     wanted = [(at_operand[position], tangent) for position, tangent in sorted(tangents.items())]
     loss.wanted = [at for at, _ in wanted]
-    loss.forms = [Form.of(tangent.meta["val"]) for _, tangent in wanted]
+    loss.forms = [cotangent_form(tangent.meta["val"]) for _, tangent in wanted]
     order = {node: at for at, node in enumerate(graph.nodes)}
     users = [user for _, tangent in wanted for user in tangent.users]
     before = min(users, key=order.__getitem__, default=next(iter(reversed(graph.nodes))))

@@ -86,7 +86,7 @@ class Polish:
             begin = self._trials
             for segment in dice.sample(range(1, places), places - 1):
                 self._shake(range(segment, min(places, segment + _WIDTH)), dice)
-            if self._trials == begin:  # all that was met is known
+            if self._trials == begin:  # nothing is held that could be let go
                 return
 
     def _shake(self, segments: range, dice: random.Random) -> None:

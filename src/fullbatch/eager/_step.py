@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fullbatch._arguments import check_callable, check_memory, check_microbatch
 from fullbatch._errors import LossError, ModelError, check_all
 from fullbatch._hooks import refuse_backward_hooks
 from fullbatch._memory._free import RESERVE, free_bytes
@@ -21,7 +22,6 @@ from fullbatch._plan._planner import microbatch_sizes
 from fullbatch._run._commit import Pending, commit
 from fullbatch._scaler import scale_of
 from fullbatch._size import parse_bytes
-from fullbatch._step import _check_callable, _check_memory, _check_microbatch
 from fullbatch._tree import check_devices, leaves, named_tensors
 from fullbatch.eager._coupled import Findings, batch_norms, norms_named, norms_refused, only_reads
 from fullbatch.eager._cut import Cut, find_cut
@@ -109,9 +109,9 @@ class Step:
         check_all(
             lambda: check_devices(model),
             lambda: _check_lazy(model),
-            lambda: _check_callable(loss_fn, optimizer),
-            lambda: _check_memory(memory, model),
-            lambda: _check_microbatch(microbatch, find_cut(batch, batch_dims).size),
+            lambda: check_callable(loss_fn, optimizer),
+            lambda: check_memory(memory, model),
+            lambda: check_microbatch(microbatch, find_cut(batch, batch_dims).size),
         )
         self._loss_fn, self._model, self._optimizer, self._batch_dims = loss_fn, model, optimizer, batch_dims
         self._memory = None if memory is None else parse_bytes(memory)

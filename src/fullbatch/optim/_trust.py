@@ -8,6 +8,7 @@ keep this; here it is tested.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from fullbatch._errors import Fault, OptimizerError
 
 
-class Trusting(torch.optim.Optimizer):
+class Trusting(torch.optim.Optimizer, ABC):
     """Base of both: `_update` gives the direction of one parameter, and the step is taken along it."""
 
     @torch.no_grad()
@@ -43,9 +44,9 @@ class Trusting(torch.optim.Optimizer):
             update.mul_(trust_ratio(parameter, update) * group.get("trust", 1.0))
         parameter.sub_(update.mul_(group["lr"]))
 
+    @abstractmethod
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
         """The direction to move against, in memory of its own."""
-        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its options are checked as those of the constructor. Raises OptimizerError."""
