@@ -1,4 +1,4 @@
-"""Checks of arguments that `Step`, `eager.Step` and `largest` share: each raises one named error and changes nothing."""
+"""Checks of arguments that `Step`, `eager.Step` and `largest` share: each raises a named error, changes nothing."""
 
 from __future__ import annotations
 
