@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fullbatch._axis._channels import channel_moments
 from fullbatch._axis._kernels import named
 from fullbatch._axis._node import NodeView, Operand, Partial
 from fullbatch._axis._wide import HALF, statistics_dtype, sum_in_float32
@@ -93,17 +94,6 @@ def _moments_of_channels(builder: Builder, x: int, vector: torch.Tensor, how: Pa
     partial = builder.value(pair, partial=True)
     builder.emit(Kind.LOCAL, channel_moments, (Ref(0),), [x], [partial])
     return builder.reduce(partial, pair, how, "batch normalisation: mean and variance of the whole batch")
-
-
-def channel_moments(x: torch.Tensor) -> torch.Tensor:
-    """[2, channels]: mean and centred sum of squares of each channel of x [samples, channels, ...]."""
-    count = x.numel() // x.shape[1]
-    x = x.to(statistics_dtype(x.dtype))
-    if x.device.type == "cpu":
-        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-    else:
-        var, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
-    return torch.stack([mean, var * count])
 
 
 def _finish_moments(moments: torch.Tensor, count: int, eps: float) -> tuple[torch.Tensor, ...]:
@@ -391,4 +381,4 @@ def _nll_backward(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     return True
 
 
-__all__ = ["Layout", "channel_moments", "expand"]
+__all__ = ["Layout", "expand"]

@@ -69,11 +69,28 @@ def moved_bytes(task: Task, program: Program, samples: int) -> int:
         return 0
     read, written = (
         [program.values[value].nbytes(samples, program.batch) for value in values if value is not None]
-        for values in (task.inputs, task.outputs)
+        for values in (task.inputs + _read_twice(task), task.outputs)
     )
     if once:  # of what is whole, the microbatch's share is touched
         return 2 * sum(written) if task.kind is Kind.SLICE else (3 if task.kind is Kind.REDUCE else 2) * sum(read)
     return sum(read) + sum(written)
+
+
+# Batch normalisation by statistics of the batch goes over what it reads once for these and once with them: how many of
+# its operands, and the argument that says so.
+_TWO_PASSES = {
+    "aten._native_batch_norm_legit": (1, 5), "aten._native_batch_norm_legit_functional": (1, 5),
+    "aten.native_batch_norm": (1, 5), "aten.native_batch_norm_backward": (2, 7),
+}  # fmt: skip
+
+
+def _read_twice(task: Task) -> tuple[int, ...]:
+    """Operands that one run reads a second time."""
+    kernel = task.kernel
+    if kernel is None or not kernel.name.startswith("aten."):
+        return ()
+    count, training = _TWO_PASSES.get(kernel.name.rsplit(".", 1)[0], (0, 0))
+    return task.inputs[:count] if count and kernel.args[training] is True else ()
 
 
 def _estimate(program: Program, task: Task, samples: int, time: float) -> TaskCost:
