@@ -24,6 +24,7 @@ from fullbatch._plan._diff import PlanDiff
 from fullbatch._plan._frontier import Frontier
 from fullbatch._plan._plan import Plan
 from fullbatch._prepared import Prepared
+from fullbatch._propose._propose import Proposals, propose
 from fullbatch._step import Step
 from fullbatch._verify import Certificate
 
@@ -50,6 +51,7 @@ __all__ = [
     "PlanDiff",
     "PlanError",
     "Prepared",
+    "Proposals",
     "Step",
     "VerifyError",
     "eager",
@@ -59,4 +61,5 @@ __all__ = [
     "lr",
     "measure",
     "optim",
+    "propose",
 ]

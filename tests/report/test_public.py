@@ -13,8 +13,8 @@ def test_public_names() -> None:
     assert sorted(fullbatch.__all__) == [
         "BatchError", "BudgetError", "CaptureError", "Certificate", "CompileError", "Fault", "Frontier",
         "FullbatchError", "Largest", "Ledger", "LossError", "MeasureError", "Measurement", "MemorySizeError",
-        "ModelError", "OptimizerError", "Plan", "PlanDiff", "PlanError", "Prepared", "Step", "VerifyError",
-        "eager", "explain", "largest", "linear_cross_entropy", "lr", "measure", "optim",
+        "ModelError", "OptimizerError", "Plan", "PlanDiff", "PlanError", "Prepared", "Proposals", "Step", "VerifyError",
+        "eager", "explain", "largest", "linear_cross_entropy", "lr", "measure", "optim", "propose",
     ]  # fmt: skip
     assert all(hasattr(fullbatch, name) for name in fullbatch.__all__)
 

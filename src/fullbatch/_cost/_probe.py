@@ -30,6 +30,9 @@ _KNOWN: dict[str, Found] = {}  # by `_keys`; for the life of the process
 _NUMBERS = itertools.count()
 _Slot = tuple[int, int]
 _Todo = deque[tuple[Task, int]]
+NOT_RUN = "workspace unknown (could not be run alone): "
+"""Begins the note of operators whose bytes are estimated, since they raised."""
+
 ONCE = 0  # in place of the samples of a microbatch, for what runs or exists once a step
 
 
@@ -58,7 +61,7 @@ class Prober:
         if self._unavailable:
             return (self._unavailable,)
         failed = ", ".join(sorted(self._failed))
-        return (f"workspace unknown (could not be run alone): {failed}",) if failed else ()
+        return (f"{NOT_RUN}{failed}",) if failed else ()
 
     def costs(self, samples: frozenset[int]) -> Coster | None:
         """Costs for microbatches of these sizes; None where nothing can be measured now."""

@@ -58,7 +58,10 @@ def _too_small(budget: int, owned: int, after: OptimizerStep) -> BudgetError:
                 f"buffers, gradients, optimizer state and the batch, {format_bytes(after.gradients)} gradients that "
                 f"are not there yet, and {format_bytes(after.working)} are allocated while optimizer.step() runs"
             ),
-            next=f"memory={need}, or an optimizer that works on less at once (fused=True, or foreach=False)",
+            next=(
+                f"memory={need}, or an optimizer that works on less at once (fused=True, or foreach=False): "
+                f"fullbatch.propose(loss_fn, model, batch, memory={budget}, optimizer=optimizer)"
+            ),
         ),
         smallest=need,
     )

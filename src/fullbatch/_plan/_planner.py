@@ -77,7 +77,7 @@ class Planner:
         if room is None:
             size = microbatch or self._batch
             return self._exact(self._side(size).hold_all(size), None)
-        found = self._search(room, microbatch)
+        found = self._search(room, microbatch) if room > 0 else None  # there is nothing to search where nothing fits
         if found is not None:
             return found
         smallest = self._smallest(microbatch)
@@ -109,6 +109,11 @@ class Planner:
     def plain_peak(self) -> int:
         """Bytes that the whole batch at once allocates, by estimate."""
         return self._whole.hold_all(self._batch).peak
+
+    @property
+    def plain_time(self) -> float:
+        """The time of the whole batch at once, with no operator run again; `overhead` is a share of it."""
+        return self._plain
 
     def _side(self, size: int) -> Side:
         return self._whole if size == self._batch else self._split
@@ -212,7 +217,7 @@ class Planner:
                     f"{format_bytes(best.simulated.peak)} are allocated while the step runs in microbatches of "
                     f"{best.size}{at}"
                 ),
-                next=f"memory={smallest}",
+                next=f"memory={smallest}, or less with fullbatch.propose(loss_fn, model, batch, memory={budget})",
             ),
             smallest=smallest,
         )
