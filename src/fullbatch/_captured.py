@@ -16,10 +16,10 @@ from torch import fx
 from fullbatch._axis._build import RESLICE_ABOVE, build
 from fullbatch._axis._whole import build_whole
 from fullbatch._capture._joint import Joint, trace_joint
-from fullbatch._capture._split import output_forms
+from fullbatch._capture._split import output_bytes, output_forms
 from fullbatch._cost._costs import Coster
 from fullbatch._cost._probe import Prober
-from fullbatch._eager_loss import EagerLoss, LossCall
+from fullbatch._eager_loss import EagerLoss, LossCall, Turns, finished
 from fullbatch._errors import Fault, ModelError, PlanError
 from fullbatch._ir import Kind, Layout, Program
 from fullbatch._memory._free import held_by_others
@@ -176,10 +176,15 @@ class Captured:
         return any(task.random for task in self.program.tasks)
 
     @property
+    def plain_time(self) -> float:
+        """The time of the whole batch at once, in bytes moved, or in seconds where it is timed."""
+        return self._planner.plain_time
+
+    @property
     def _besides(self) -> int:
         """Bytes that a step takes beside its program: the generator's state, the scale of the loss."""
         scaled = f"L['{SOURCE}']" in self.joint.sources
-        kept = self.eager.kept if self.eager is not None else 0
+        kept = self.eager.kept + self.eager.beside if self.eager is not None else 0
         return RANDOM_BYTES * self.random + scale_bytes(self._device) * scaled + kept
 
     def plan(self, request: Request) -> tuple[Plan, Executor]:
@@ -287,7 +292,9 @@ class Captured:
         self, executor: Executor, inputs: Sequence[torch.Tensor], drawn: Callable[[int, int, Any], None] | None = None
     ) -> tuple[list[Any], Pending]:
         """Runs one step; returns the graph's outputs, and the gradients and buffers that are to be written."""
-        results = executor.run({at: inputs[at] for at in self.program.inputs}, drawn)
+        return self._read(executor.run({at: inputs[at] for at in self.program.inputs}, drawn), inputs)
+
+    def _read(self, results: list[Any], inputs: Sequence[torch.Tensor]) -> tuple[list[Any], Pending]:
         values = dict(zip(self.joint.wanted, results, strict=False))
 
         def result(node: Any) -> Any:
@@ -300,6 +307,13 @@ class Captured:
         outputs = [result(node) for node in self.joint.outputs]
         return outputs, Pending(gradients, buffers)
 
+    def count_before(self, kept: int, peak: int) -> None:
+        """Bytes of the user's code before the captured part. At its peak no output is there yet, for which there is
+        room in every plan.
+        """
+        assert self.eager is not None
+        self.eager.beside = max(kept, peak - output_bytes(self._graph))
+
     def begin(self) -> list[Any]:
         """What the captured call of a forward returns: tensors that are filled when its loss is about to run."""
         assert self.eager is not None
@@ -310,6 +324,14 @@ class Captured:
         drawn: Callable[[int, int, Any], None] | None = None,
     ) -> Pending:  # fmt: skip
         """Runs one step whose loss is not captured; `call.result` has what that returned."""
+        with torch.no_grad():
+            return finished(self.turns_with_loss(executor, inputs, call, drawn))
+
+    def turns_with_loss(
+        self, executor: Executor, inputs: Sequence[torch.Tensor], call: LossCall,
+        drawn: Callable[[int, int, Any], None] | None = None,
+    ) -> Turns[Pending]:  # fmt: skip
+        """`run_with_loss`, to be taken further under no_grad: with no function in `call` it waits for the loss."""
         eager = self.eager
         assert eager is not None
         call.buffers = [inputs[at] for at, node in self.joint.mutated.items() if isinstance(node, fx.Node)]
@@ -319,7 +341,9 @@ class Captured:
         call.forked, known = self.random, eager.workspace
         eager.call = call
         try:
-            _, pending = self.run(executor, inputs, drawn)
+            results = yield from executor.turns({at: inputs[at] for at in self.program.inputs}, drawn)
+            _, pending = self._read(results, inputs)
+            del results
         finally:
             eager.call = None
         reached = {id(inputs[at]) for at, made in eager.reaches.items() if made & call.reached}

@@ -13,21 +13,39 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from fullbatch import _torch
 from fullbatch._axis._strides import has_dense_strides
 from fullbatch._cost._forms import Meta
 from fullbatch._errors import Fault, LossError, ModelError
-from fullbatch._memory._measure import measure
+from fullbatch._memory._measure import counting
 from fullbatch._run._commit import restore_generator, save_generator
 from fullbatch._run._slices import covers_storage
 from fullbatch._size import format_bytes
 from fullbatch._tree import leaves
+
+T = TypeVar("T")
+
+Turns = Generator[None, list[Any], T]
+"""What waits where the loss is run by code that does not call it: sent `[what the loss returned]`, it goes on."""
+
+
+def finished(turns: Turns[T]) -> T:
+    """The result of what has nothing to wait for."""
+    try:
+        next(turns)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("it waits for a loss that nobody runs")
+
 
 NOT_COUNTED = (
     "the memory of the loss, which runs as it is on the outputs of the whole batch, is not known before it has run: it "
@@ -60,20 +78,24 @@ def _empty(form: Meta) -> torch.Tensor:
 
 @dataclass
 class Generators:
-    """The state of the default generators, of the CPU and of a CUDA device, outside of the memory that is measured."""
+    """The state of the default generators of torch, Python and NumPy, outside of the memory that is measured."""
 
     device: torch.device
     cpu: bytes
     cuda: bytes | None
+    python: Any
+    numpy: Any
 
     @classmethod
     def now(cls, device: torch.device) -> Generators:
         """As they are."""
         cuda = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else None
-        return cls(device, save_generator(), cuda)
+        return cls(device, save_generator(), cuda, random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
         """Brings them back."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
         restore_generator(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(torch.frombuffer(bytearray(self.cuda), dtype=torch.uint8), self.device)
@@ -85,10 +107,11 @@ class LossCall:
 
     `nest` is what the forward returned, around the tensors of `EagerLoss.begin`. `buffers` are those that the forward
     changes, whose new values are not written yet; `read` is all else that the captured graph reads. `forked`: the
-    default generators are the program's while it runs.
+    default generators are the program's while it runs. `loss_fn` None: it is run by code that goes on while the
+    captured part waits, and sends what it returned.
     """
 
-    loss_fn: Callable[[Any, Any], Any]
+    loss_fn: Callable[[Any, Any], Any] | None
     nest: Any
     batch: Any
     buffers: Sequence[torch.Tensor]
@@ -124,20 +147,24 @@ class LossCall:
         versions = [_torch.version(buffer) for buffer in self.buffers]
         try:
             yield
-            for at, (buffer, version) in enumerate(zip(self.buffers, versions, strict=True)):
-                if _torch.version(buffer) != version:
+            for at, (buffer, value, version) in enumerate(zip(self.buffers, values, versions, strict=True)):
+                # Kernels of BatchNorm write running statistics without counting it.
+                if _torch.version(buffer) != version or not torch.equal(buffer, value):
                     self.changed[at] = buffer.clone()
         finally:
             for buffer, old in zip(self.buffers, before, strict=True):
                 buffer.copy_(old)
 
-    def evaluate(self) -> torch.Tensor:
-        """Calls the loss; returns it, multiplied by the scale where there is one."""
+    def evaluate(self) -> Turns[torch.Tensor]:
+        """Calls the loss, or waits for it; returns it, multiplied by the scale where there is one."""
         kind = self.device.type
         enabled, dtype = self.autocast or (False, None)
-        with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled):
-            found = self.loss_fn(self.nest, self.batch)
-        loss, aux, has_aux = checked(found)
+        if self.loss_fn is None:
+            found = (yield).pop()
+        else:
+            with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled):
+                found = self.loss_fn(self.nest, self.batch)
+        loss, aux, has_aux = checked(found, FOUND if self.loss_fn is None else PAIR)
         self.result = loss.detach(), aux, has_aux
         with torch.enable_grad():
             return loss if self.scale is None else loss * self.scale
@@ -154,13 +181,15 @@ class EagerLoss:
 
     _qualified = "the loss"
 
-    def __init__(self) -> None:
+    def __init__(self, origin: str = "") -> None:
         self.forms: list[Meta] = []
         self.wanted: list[int] = []
         self.reaches: dict[int, frozenset[int]] = {}
         self.call: LossCall | None = None
         self.workspace: int | None = None
         self.kept = 0
+        self.beside = 0  # bytes that the user's code before a split that was found takes, besides its result
+        self.origin = origin  # where such a split is
         self._begun: list[torch.Tensor] = []
 
     def begin(self, forms: Sequence[Any]) -> list[Any]:
@@ -174,14 +203,18 @@ class EagerLoss:
 
     def __call__(self, outputs: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The cotangents of those outputs that have one."""
+        return finished(self.turns(outputs, changed))
+
+    def turns(self, outputs: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> Turns[Sequence[torch.Tensor]]:
+        """The cotangents of those outputs that have one; it waits where the loss is run by somebody else."""
         call = self.call
         if call is None or _REHEARSING:
             return self.stand_in(outputs, changed)
         if self.workspace is not None or _torch.profiler_running():
-            return self._run(call, outputs, changed)
-        measured = measure(lambda: self._run(call, outputs, changed), call.device)
-        self.workspace, self.kept = measured.peak, max(0, measured.retained - self._own) + _shown(call, outputs)
-        result: Sequence[torch.Tensor] = measured.result
+            return (yield from self._run(call, outputs, changed))
+        with counting(call.device) as counted:
+            result = yield from self._run(call, outputs, changed)
+        self.workspace, self.kept = counted.peak, max(0, counted.retained - self._own) + _shown(call, outputs)
         return result
 
     @property
@@ -200,15 +233,17 @@ class EagerLoss:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a plan says of the loss's memory."""
+        origin = (self.origin,) if self.origin else ()
         if self.workspace is None:
-            return (NOT_COUNTED,)
+            return (*origin, NOT_COUNTED)
         taken = f"{self.workspace:,} bytes ({format_bytes(self.workspace)})"
-        return (f"the loss runs as it is on the outputs of the whole batch; it took {taken} when it first ran, and is "
-                "counted with as much",)  # fmt: skip
+        return (*origin,
+                f"the loss runs as it is on the outputs of the whole batch; it took {taken} when it first ran, and is "
+                "counted with as much")  # fmt: skip
 
     def _run(
         self, call: LossCall, outputs: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
+    ) -> Turns[Sequence[torch.Tensor]]:
         begun, self._begun = self._begun, []
         for empty, value in zip(begun, outputs, strict=True):
             empty.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
@@ -216,7 +251,8 @@ class EagerLoss:
         given = [*(("one of the outputs", tensor) for tensor in begun), *leaves(call.batch), *call.read]
         versions = [_torch.version(tensor) for _, tensor in given]
         with call.written(changed), call.drawing():
-            loss = call.evaluate()
+            with _torch.watched_backward(lambda of, by: _refuse_backward(of, by, inputs, call.read)):
+                loss = yield from call.evaluate()
             _refuse_changed(given, versions)
             others = leaves_behind(loss, inputs)
             _refuse_hooked(others)
@@ -233,26 +269,52 @@ class EagerLoss:
         return [_formed(grad, form, taken) for grad, form in zip(found, self.forms, strict=False)]
 
 
-def checked(found: Any) -> tuple[torch.Tensor, Any, bool]:
+PAIR, FOUND = "The loss of (forward, loss)", "loss_fn"
+
+
+def checked(found: Any, who: str = PAIR) -> tuple[torch.Tensor, Any, bool]:
     """(loss, aux, has_aux) of what the loss returned. Raises LossError."""
+
+    def bad(got: str, expected: str) -> LossError:
+        return LossError.of(
+            f"{who} did not return a loss to differentiate.", got=got, expected=expected,
+            next=f"return loss, or (loss, aux), from {'loss(outputs, batch)' if who is PAIR else who}",
+        )  # fmt: skip
+
     has_aux = isinstance(found, tuple) and len(found) == 2
     loss, aux = found if has_aux else (found, None)
     if not isinstance(loss, torch.Tensor):
-        raise _bad(f"a {type(found).__name__}", "a scalar tensor, or (loss, aux)")
+        raise bad(f"a {type(found).__name__}", "a scalar tensor, or (loss, aux)")
     if loss.numel() != 1:
-        raise _bad(f"a tensor of shape {tuple(loss.shape)}", "a scalar")
+        raise bad(f"a tensor of shape {tuple(loss.shape)}", "a scalar")
     if loss.is_complex():
-        raise _bad(f"a loss of dtype {loss.dtype}", "a real scalar")
+        raise bad(f"a loss of dtype {loss.dtype}", "a real scalar")
     if not loss.requires_grad:
-        raise _bad("a loss that no output of the forward reaches", "a loss that depends on the outputs")
+        raise bad("a loss that no output of the forward reaches", "a loss that depends on the outputs")
     return loss, aux, has_aux
 
 
-def _bad(got: str, expected: str) -> LossError:
-    return LossError.of(
-        "The loss of (forward, loss) did not return a loss to differentiate.", got=got, expected=expected,
-        next="return loss, or (loss, aux), from loss(outputs, batch)",
-    )  # fmt: skip
+def _refuse_backward(
+    of: Sequence[torch.Tensor],
+    by: Sequence[Any] | None,
+    outputs: Sequence[torch.Tensor],
+    read: Sequence[tuple[str, torch.Tensor]],
+) -> None:
+    """A gradient `of` values of the loss, taken within it, `by` tensors (none: by all leaves, into their `.grad`).
+
+    The autograd graph of the loss begins at the outputs of the forward: what lies before them cannot be reached.
+    """
+    before = {id(tensor): name for name, tensor in read}
+    named = dict.fromkeys(before[id(tensor)] for tensor in by or () if id(tensor) in before)
+    ours = {id(output) for output in outputs}
+    through = not by and any(id(leaf) in ours for value in of for leaf in _torch.graph_leaves(value))
+    if named or through:
+        wrong = f"asks for the gradient by {', '.join(named)}" if named else "calls backward() on what it computed"
+        raise LossError.of(
+            f"The loss {wrong}: what lies before the outputs of the forward is not in its autograd graph.",
+            expected="torch.autograd.grad by the outputs of the forward or by values of the loss; the loss is returned",
+            next="return the loss, and take such a gradient in plain PyTorch",
+        )  # fmt: skip
 
 
 def leaves_behind(loss: torch.Tensor, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:

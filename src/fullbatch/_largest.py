@@ -21,6 +21,7 @@ from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._printed import Printed
 from fullbatch._size import format_bytes, parse_bytes
 from fullbatch._sized import Axis, Sizes, check_axis
+from fullbatch._split import split_of
 from fullbatch._tree import check_devices
 from fullbatch._trial import Fit, LossFn, Trial, owned_by
 from fullbatch._undone import generators
@@ -78,7 +79,9 @@ def largest(
     grow with the size there is no larger one: the next size is predicted not to fit, or was run and did not.
 
     Args:
-        loss_fn: as for `Step`, one function that returns a loss or `(loss, aux)`.
+        loss_fn: as for `Step`, one function that returns a loss or `(loss, aux)`, or a pair `(forward, loss)`. A loss
+            that is not captured is run at each size that is tried, on samples of the example, and counted with what it
+            takes there.
         example: a batch. With `axis="batch"` its samples are repeated or cut.
         memory: bytes, or "6GiB". None: what is free on the device now and what the model owns, less a reserve of 10 %.
         axis: "batch", or `axis(size) -> batch` for any other: an image's side, a text's length. Values matter little,
@@ -124,10 +127,11 @@ def _budget(
 
 
 def _check_function(loss_fn: Any) -> None:
-    if not callable(loss_fn):
+    if split_of(loss_fn) is None and not callable(loss_fn):
         raise LossError.of(
             "loss_fn is not a function.", got=f"{type(loss_fn).__name__}: {loss_fn!r:.80}",
-            expected="one function of (model, batch)", next="fullbatch.largest(loss_fn, model, batch)",
+            expected="a function of (model, batch), or a pair (forward, loss)",
+            next="fullbatch.largest(loss_fn, model, batch)",
         )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ generators, the scale; and what it leaves is put with the rest, to be written al
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,10 +70,12 @@ class Split:
                 kept.append((leaf, leaf.grad))
             return found
 
+        numpy = np.random.get_state()
         outside = [(leaf, leaf.grad) for leaf in named_tensors(model, "parameters").values()]
         try:
             yield plain
         finally:
+            np.random.set_state(numpy)
             for leaf, grad in (*kept, *outside):
                 leaf.grad = grad
 
@@ -95,13 +96,11 @@ def split_of(loss_fn: Any) -> Split | None:
 @contextlib.contextmanager
 def drawn_back(device: torch.device) -> Iterator[None]:
     """Generators of Python, NumPy and torch are as before where what it surrounds raises."""
-    python, numpy, torchs = random.getstate(), np.random.get_state(), Generators.now(device)
+    before = Generators.now(device)
     try:
         yield
     except BaseException:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torchs.restore()
+        before.restore()
         raise
 
 

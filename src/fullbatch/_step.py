@@ -17,7 +17,7 @@ from fullbatch._capture._frontend import Frontend
 from fullbatch._capture._joint import Joint
 from fullbatch._capture._modules import traceable
 from fullbatch._captured import Captured, Request
-from fullbatch._eager_loss import EagerLoss
+from fullbatch._eager_loss import EagerLoss, Generators, LossCall
 from fullbatch._errors import (
     CaptureError,
     FullbatchError,
@@ -25,6 +25,8 @@ from fullbatch._errors import (
     VerifyError,
     check_all,
 )
+from fullbatch._found import Left, Nest, Place, find, may_split, shape_of
+from fullbatch._found_call import Found, Program, buffers_back
 from fullbatch._hooks import refuse_hooks
 from fullbatch._memory._after import planned
 from fullbatch._memory._free import RESERVE, free_bytes
@@ -39,7 +41,8 @@ from fullbatch._run._inductor import check_compiler
 from fullbatch._scaler import SOURCE, scale_of
 from fullbatch._size import parse_bytes
 from fullbatch._split import Split, drawn_back, merge, split_of
-from fullbatch._tree import BatchShape, check_devices, find_batch, leaves, named_tensors, returned
+from fullbatch._tree import BatchShape, check_devices, find_batch, leaves, map_tensors, named_tensors, returned
+from fullbatch._undone import undone
 from fullbatch._verify import Certificate, LastBatch, verify
 
 
@@ -63,6 +66,8 @@ class _Call:
     captured: Captured | None = None
     executor: Executor | None = None  # of a forward whose loss is still to run
     outputs: list[Any] = field(default_factory=list)  # what that forward returned
+    owned: Sequence[torch.Tensor] = ()  # of the batch, where `leaves` are arguments made of it
+    before: tuple[int, int] = (0, 0)  # bytes that making them keeps, and takes, besides
     anew: bool = False  # planned for, whatever plan the step was given
 
 
@@ -74,7 +79,9 @@ class Step:
     anew.
 
     Args:
-        loss_fn: `loss_fn(model, batch) -> loss` or `(loss, aux)`, a scalar and any nest of tensors. Or a pair
+        loss_fn: `loss_fn(model, batch) -> loss` or `(loss, aux)`, a scalar and any nest of tensors. Where it cannot be
+            captured whole its call of the model is, and the rest runs as it is, on the whole batch; the plan says so.
+            The code before that call then runs on the example as well, to know what the model is given. Or a pair
             `(forward, loss)` where the loss depends on the data in shape or order (matching, `x[mask]`, `.item()`):
             `forward(model, batch) -> outputs`, any nest of tensors, is captured and split; `loss(outputs, batch)`
             returns the loss or `(loss, aux)`, and runs as it is, once a step, on the outputs of the whole batch. It may
@@ -138,7 +145,7 @@ class Step:
         self._device, self._compile, self._timed = check_devices(model), compile, timed
         if compile:
             check_compiler(self._device)
-        self._frontend = Frontend(self._captured_fn, self._on_graph, forward_only=self._split is not None)
+        self._frontend = self._frontend_of(self._captured_fn)
         self._call: _Call | None = None
         self._warned = False
         self._changes: list[str] = []
@@ -248,6 +255,9 @@ class Step:
         given = {self._saved.batch: self._saved.microbatch} if self._saved is not None else {}
         self._progress.load(state, self._device, given, self._microbatch)
 
+    def _frontend_of(self, function: Callable[[Any, Any], Any]) -> Frontend:
+        return Frontend(function, self._on_graph, forward_only=self._split is not None)
+
     @property
     def _captured_fn(self) -> Callable[[Any, Any], Any]:
         """What is captured: `loss_fn`, or of a pair the forward."""
@@ -330,6 +340,88 @@ class Step:
         return _Call([leaf for _, leaf in leaves(batch)], shape, only_plan)
 
     def _invoke(self, batch: Any, call: _Call) -> Any:
+        if isinstance(self._split, Found):
+            return self._around(self._split, batch, call)
+        try:
+            return self._capture(batch, call)
+        except CaptureError as error:
+            if self._split is not None or not may_split(error):
+                raise
+            self._split = self._found(error, batch, call)
+        return self._around(self._split, batch, call)
+
+    def _found(self, refusal: CaptureError, batch: Any, call: _Call) -> Found:
+        """Where a step that is refused can be split. Raises CaptureError, and leaves the step as it was."""
+        before, because = self._frontend, refusal.faults[0].got
+        batch = self._brought(batch, call)
+
+        def attempt(place: Place, nest: Nest) -> None:
+            trial = self._start(batch, only_plan=True)
+            trial.anew, trial.leaves = call.anew, list(shape_of(nest, place, batch, trial.shape)[0])
+            trial.shape = shape_of(nest, place, batch, trial.shape)[1]
+            self._split = Found(self._captured_fn, place, because)
+            self._frontend = self._frontend_of(self._split.forward)
+            try:
+                with contextlib.suppress(_PlannedOnly):
+                    self._capture(nest, trial)
+            finally:
+                self._split = None
+
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), undone(self._model, self._device):
+                place = find(self._captured_fn, self._model, batch, attempt, refusal)
+        except BaseException:
+            self._frontend = before
+            raise
+        return Found(self._captured_fn, place, because)
+
+    def _around(self, found: Found, batch: Any, call: _Call) -> Any:
+        """One step whose loss_fn runs as it is, but for one call: that is captured."""
+        batch, shape, running = self._brought(batch, call), call.shape, list[Program]()
+        call.owned = [leaf for _, leaf in leaves(batch)]
+
+        def answer(nest: Nest) -> Any:
+            reached(nest)
+            call.leaves, call.shape = shape_of(nest, found.place, batch, shape)
+            call.before = found.before(batch) or (0, 0)
+            try:
+                outputs = self._capture(nest, call)
+            except _PlannedOnly:
+                raise Left from None
+            assert call.captured is not None and call.executor is not None
+            loss = LossCall(
+                None, None, (batch, nest), (), (), self._device, Generators.now(self._device), call.scale
+            )  # fmt: skip
+            turns = call.captured.turns_with_loss(call.executor, call.inputs, loss, call.drawn)
+            running.append(Program(turns, loss))
+            running[0].start()
+            return outputs
+
+        with contextlib.ExitStack() as stack:
+            for each in (torch.inference_mode(False), torch.enable_grad(), drawn_back(self._device),
+                         buffers_back(self._model, found.place)):  # fmt: skip
+                stack.enter_context(each)
+            try:
+                with found.counted(batch, self._device) as reached:
+                    box = [found.run(self._model, batch, self._device, answer)]
+                call.pending = running[0].finish(box)
+            except Left:
+                raise _PlannedOnly from None
+            finally:
+                for program in running:
+                    program.close()
+            loss = running[0].call
+            merge(call.pending, loss)
+            found.began, call.executor = loss.began, None
+        return loss.result
+
+    def _brought(self, batch: Any, call: _Call) -> Any:
+        """The batch on the model's device."""
+        moved = self._moved(call)
+        return batch if moved is None else map_tensors(lambda leaf: leaf.to(moved), batch)
+
+    def _capture(self, batch: Any, call: _Call) -> Any:
+        """What is captured, called with `batch`: the whole step, or the part of it that is split."""
         captures = self._frontend.captures
         self._call = call
         moved, scale = self._moved(call), None if self._split is not None else call.scale
@@ -362,13 +454,17 @@ class Step:
         return run
 
     def _eager_loss(self) -> EagerLoss | None:
-        return None if self._split is None else EagerLoss()
+        if self._split is None:
+            return None
+        return EagerLoss(self._split.note if isinstance(self._split, Found) else "")
 
     def _run(self, captured: Captured, inputs: Sequence[torch.Tensor]) -> Any:
         call = self._call
         assert call is not None
         captured.prepare(inputs, call.leaves, call.shape)
         call.captured = captured
+        if captured.eager is not None:
+            captured.count_before(*call.before)
         call.plan, executor = self._plan_for(captured, call)
         if call.only_plan:
             raise _PlannedOnly
@@ -385,7 +481,7 @@ class Step:
     def _plan_for(self, captured: Captured, call: _Call) -> tuple[Plan, Executor]:
         owned = owned_bytes(
             self._device, named_tensors(self._model, "parameters").values(),
-            named_tensors(self._model, "buffers").values(), call.leaves, self._optimizer,
+            named_tensors(self._model, "buffers").values(), [*call.owned, *call.leaves], self._optimizer,
         ).total  # fmt: skip
         budget, note = self._memory, ""
         microbatch = self._microbatch

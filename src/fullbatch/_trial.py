@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,11 +18,16 @@ from fullbatch._plan._plan import Plan
 from fullbatch._search import search
 from fullbatch._size import format_bytes
 from fullbatch._sized import Sizes
+from fullbatch._split import split_of
 from fullbatch._step import Step
 from fullbatch._tree import leaves, map_tensors, named_tensors
 from fullbatch._undone import undone
 
-LossFn = Callable[[Any, Any], Any]
+LossFn = Callable[[Any, Any], Any] | tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]
+
+
+class _RunsItsLoss(Exception):
+    """A step was planned whose loss is not captured: its memory is known once it has run."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ class Trial:
     ) -> None:  # fmt: skip
         self._loss_fn, self._model, self._device, self._sizes, self._memory = loss_fn, model, device, sizes, memory
         self._unit, self._most, self._optimizer, self._dims = multiple_of, most, optimizer, batch_dims
+        self._split, self._eager = split_of(loss_fn), False
         self._plain: dict[int, int] = {}
         self._least: dict[int, int] = {}
 
@@ -96,21 +103,77 @@ class Trial:
     def _predicted(self, size: int) -> int:
         if size not in self._plain:
             batch = self._sizes.make(size, values=False)
+            function: Any = self._loss_fn  # a pair too
             with _at(size):
-                ledger = explain(self._loss_fn, self._model, batch, self._optimizer, batch_dims=self._dims)
+                ledger = explain(function, self._model, batch, self._optimizer, batch_dims=self._dims)
             self._plain[size] = max(ledger.peak, ledger.optimizer_peak)
         return self._plain[size]
 
     def _plain_step(self, batch: Any) -> None:
         if any(leaf.device != self._device for _, leaf in leaves(batch)):
             batch = map_tensors(lambda leaf: leaf.to(self._device), batch)
-        out = self._loss_fn(self._model, batch)
+        out: Any = self._split.plain(self._model, batch) if self._split is not None else self._whole(batch)
         (out[0] if isinstance(out, tuple) else out).backward()
+
+    def _whole(self, batch: Any) -> Any:
+        assert callable(self._loss_fn)
+        return self._loss_fn(self._model, batch)
 
     # ---- fullbatch
 
     def planned(self) -> Fit:
         """The largest size of a planned step."""
+        try:
+            return self._planned()
+        except _RunsItsLoss:
+            self._eager = True
+            return self._planned_with_loss()
+
+    def _planned_with_loss(self) -> Fit:
+        """The same where the loss is not captured: what it takes at sizes that were tried says what at others."""
+        best: Fit | None = None
+        below, extra, tried = None, dict[int, float](), list[Run]()
+        size = min(max(self._unit, self._sizes.start // self._unit * self._unit), self._most)
+        while size > (0 if best is None else best.size):
+            least, plan, measured = self._run_with_loss(size)
+            extra[size] = max(1.0, least - self._needed(size))
+            if plan is not None:
+                tried.append(Run(size, plan.predicted_peak, measured))
+            if plan is not None and measured is not None and measured <= self._memory:
+                best = Fit(size, plan.predicted_peak, measured, (), (), plan)
+            else:
+                below = size
+            size = self._search(lambda at: self._needed(at) + extrapolated(extra, at), below)
+        if best is None:
+            least_size = min(self._least)
+            self._least[least_size] += int(extrapolated(extra, least_size))
+            raise self._nothing_fits()
+        return replace(best, tried=tuple(tried), looked_at=tuple(sorted(self._least)))
+
+    def _run_with_loss(self, size: int) -> tuple[float, Plan | None, int | None]:
+        """The least memory for `size` with its loss, and where that is there the plan and the measured peak."""
+        try:
+            step = self._step(self._sizes.make(size, values=True), size, self._memory)
+        except BudgetError as error:
+            return error.smallest, None, None
+        if not self._ran(lambda: self._once(step, size)):
+            return self._memory * 1.02, None, None
+        step._memory, enough = 1, step._memory
+        try:
+            least = step._prepare(self._sizes.make(size, values=True)).predicted_peak
+        except BudgetError as error:
+            least = error.smallest
+        if least > self._memory:
+            return least, None, None
+        step._memory = enough
+        measured = self._run(size, step)
+        return least, step.plan, measured
+
+    def _once(self, step: Step, size: int) -> None:
+        with undone(self._model, self._device):
+            step(self._sizes.make(size, values=True))
+
+    def _planned(self) -> Fit:
         below, ratio, tried = None, 1.0, list[Run]()
         while size := self._search(lambda at, by=ratio: self._needed(at) * by, below):  # type: ignore[misc]
             plan, measured = self._planned_run(size, int(self._memory / ratio))
@@ -127,7 +190,7 @@ class Trial:
         """The least memory that a planned step of `size` needs."""
         if size not in self._least:
             try:
-                plan = self._step(self._sizes.make(size, values=False), size, 1).plan
+                plan = self._step(self._sizes.make(size, values=self._eager), size, 1).plan
             except BudgetError as error:
                 self._least[size] = error.smallest
             else:
@@ -147,6 +210,8 @@ class Trial:
         except BudgetError as error:
             self._least[size] = max(error.smallest, self._memory + 1)
             return None, None
+        if step._split is not None:
+            raise _RunsItsLoss
         measured = self._run(size, step)
         return step.plan, measured
 
@@ -166,20 +231,39 @@ class Trial:
 
     def _run(self, size: int, fn: Callable[[Any], Any]) -> int | None:
         """The measured peak of one step of `size`, with all that it owns; None where the memory ran out."""
-        try:
+        peaks: list[int] = []
+
+        def run() -> None:
             batch = self._sizes.make(size, values=True)
             parameters = named_tensors(self._model, "parameters").values()
             owned = owned_by(self._model, self._device, batch, self._optimizer)
             after = owned + optimizer_step(self._device, parameters, self._optimizer).total
             with undone(self._model, self._device):
                 found = measure(lambda: _without_result(fn, batch), self._device)
+            peaks.append(max(owned + found.peak, after))
+
+        return peaks[0] if self._ran(run) else None
+
+    def _ran(self, fn: Callable[[], None]) -> bool:
+        """Whether `fn` ran; False where the memory ran out."""
+        try:
+            fn()
         except (torch.OutOfMemoryError, MemoryError):
-            return None
+            return False
         except RuntimeError as error:
             if "allocate memory" not in str(error):  # how the CPU's own allocator says it
                 raise
-            return None
-        return max(owned + found.peak, after)
+            return False
+        return True
+
+
+def extrapolated(known: dict[int, float], size: int) -> float:
+    """A positive quantity at `size`: by a power of the size through the two nearest known ones, or by its first."""
+    if size in known:
+        return known[size]
+    one, *others = sorted(known, key=lambda at: (abs(math.log(at / size)), at))
+    power = math.log(known[others[0]] / known[one]) / math.log(others[0] / one) if others else 1.0
+    return known[one] * math.pow(size / one, max(power, 0.0))
 
 
 def _without_result(fn: Callable[[Any], Any], batch: Any) -> None:

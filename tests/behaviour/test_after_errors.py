@@ -175,7 +175,7 @@ def _raise() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        lambda model, batch: loss_fn(model, batch) * batch[0].sum().item(),
+        (lambda model, batch: loss_fn(model, batch) * batch[0].sum().item(), lambda outputs, batch: outputs),
         lambda model, batch: model(batch[0]),
         lambda model, batch: loss_fn(model, batch) + batch[0].nope,
     ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import gc
 import itertools
 import os
 import random
+import re
 import time
 import types
 import warnings
@@ -474,23 +476,45 @@ GENERATORS: dict[str, Callable[[], Any]] = {
     "numpy Generator": lambda: PLACE["numpy"].random(),
     "torch.Generator": lambda: torch.rand((), generator=PLACE["torch"]),
     "torch.manual_seed": lambda: torch.manual_seed(3) and 1.0,
-    "time": time.time,
-    "iterator": lambda: next(PLACE["iterator"]),
 }
+NAMES = {  # what the refusal must say, where it is not the first word of the key
+    "random.random": "Python's random", "random.choice": "Python's random", "random.Random": "Python's random",
+    "random.Random.randint": "Python's random", "unseeded random.Random": "Python's random",
+    "numpy scalar": r"NumPy \(numpy\.random\)", "numpy array": r"NumPy \(numpy\.random\)",
+    "numpy Generator": r"NumPy \(numpy\.random\)", "torch.Generator": r"a torch\.Generator of its own",
+    "torch.manual_seed": "seeds torch's generators",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("source", GENERATORS)
 def test_a_source_of_values_that_cannot_be_watched_is_refused(source: str) -> None:
-    PLACE.update(random=random.Random(0), numpy=np.random.default_rng(0), torch=torch.Generator(), iterator=iter([1.0]))
+    PLACE.update(random=random.Random(0), numpy=np.random.default_rng(0), torch=torch.Generator())
     draw = GENERATORS[source]
     state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(fullbatch.CaptureError) as refused:
             make(lambda model, batch: mse(model, batch) * draw())
-    assert "test_nothing_frozen.py" in str(refused.value)
+    assert "test_nothing_frozen.py" in str(refused.value) and re.search(NAMES[source], str(refused.value))
     assert random.getstate() == state
     assert (np.random.get_state()[1] == numpy_state).all()
+
+
+@pytest.mark.parametrize("source", ["time", "iterator"])
+def test_what_no_graph_can_hold_is_read_live_behind_the_model(source: str) -> None:
+    """The step is split at the model's call, and the rest runs as it is."""
+    values, seen = iter(range(1, 99)), []
+
+    def read() -> float:
+        seen.append(time.time() if source == "time" else next(values))
+        return float(seen[-1])
+
+    model, batch = mlp(), pair()
+    step = make(lambda model, batch: mse(model, batch) * read(), model, batch)
+    for _ in range(3):
+        step(batch)
+        loss = float(step(batch))
+        assert loss == pytest.approx(float(mse(copy.deepcopy(model), batch)) * seen[-1], rel=1e-12)
 
 
 @pytest.mark.parametrize("draw", [lambda: random.uniform(1, 9), lambda: random.randint(1, 99)], ids=["float", "int"])

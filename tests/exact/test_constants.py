@@ -95,7 +95,7 @@ def test_another_shape_is_another_constant() -> None:
 def test_what_does_depend_is_refused(loss_fn: Any) -> None:
     model, x = _model()
     with pytest.raises(fullbatch.CaptureError):
-        fullbatch.Step(loss_fn, model, x, microbatch=1)
+        fullbatch.Step((loss_fn, lambda outputs, batch: outputs), model, x, microbatch=1)
 
 
 @pytest.mark.parametrize("loss_fn", [_checked, asserted])

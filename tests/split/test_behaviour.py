@@ -111,6 +111,50 @@ def test_the_loss_sees_and_changes_buffers_that_the_forward_changed(microbatch: 
         assert compare(collect(out, model), reference).within(1e-10)
 
 
+def test_a_norm_that_the_loss_calls_again_is_updated_again() -> None:
+    """BatchNorm's kernel writes running statistics without counting it as a change."""
+    model, batch = convnet(8), images()
+
+    def against(model: Any) -> Any:
+        return lambda outputs, batch: masked(outputs + model[1](outputs), batch)
+
+    twin = copy.deepcopy(model)
+    expected = against(twin)(first(twin, batch), batch)
+    expected.backward()
+    out = step_of((first, against(model), model, batch), microbatch=3)(batch)
+    assert compare(collect(out, model), collect(expected, twin)).within(1e-10)
+    assert model[1].num_batches_tracked == 2
+
+
+def test_a_gradient_by_what_lies_before_the_outputs_is_refused() -> None:
+    model, batch = convnet(), images()
+
+    def by_weight(outputs: Tensor, batch: Any) -> Tensor:
+        value = masked(outputs, batch)
+        grad = torch.autograd.grad(value, model[-1].weight, retain_graph=True, allow_unused=True)[0]
+        return value if grad is None else value * grad.norm()
+
+    def backward(outputs: Tensor, batch: Any) -> Tensor:
+        masked(outputs, batch).backward()
+        return masked(outputs, batch)
+
+    for loss, wrong in ((by_weight, r"by model\.6\.weight"), (backward, r"calls backward\(\)")):
+        with pytest.raises(fullbatch.LossError, match=wrong):
+            step_of((first, loss, model, batch), microbatch=3)(batch)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_certificate_repeats_draws_of_numpy_and_python() -> None:
+    def loss(outputs: Tensor, batch: Any) -> Tensor:
+        return masked(outputs, batch) * np.random.rand() + outputs.mean() * random.random()
+
+    step = step_of((first, loss, convnet(), images()), microbatch=3)
+    step(images())
+    python, numpy = random.getstate(), np.random.get_state()[1].copy()
+    assert step.verify(images()).ok
+    assert python == random.getstate() and (numpy == np.random.get_state()[1]).all()
+
+
 def _dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
 
@@ -244,14 +288,15 @@ def test_outputs_batch_and_losses_that_are_refused() -> None:
         fullbatch.Step((first, masked, masked), model, batch)  # type: ignore[arg-type]
 
 
-def test_losses_that_branch_on_data_are_pointed_at_the_pair() -> None:
+def test_forwards_that_branch_on_data_are_pointed_at_what_runs_them() -> None:
     for body in (
         lambda out, y: out.movedim(1, -1)[y > 0.4].mean(),
         lambda out, y: out.mean() * out.detach().max().item(),
         lambda out, y: out.mean() if out.mean() > 0 else -out.mean(),
     ):
+        forward = lambda m, b, body=body: body(m(b[0]), b[1])  # noqa: E731
         with pytest.raises(fullbatch.CaptureError) as caught:
-            fullbatch.Step(lambda m, b, body=body: body(m(b[0]), b[1]), convnet(), images())
+            fullbatch.Step((forward, lambda out, b: out), convnet(), images())
         assert "fullbatch.Step((forward, loss), model, batch)" in str(caught.value)
 
 

@@ -38,6 +38,14 @@ def output_forms(graph: fx.GraphModule) -> list[Any]:
     return [node.meta["example_value"] if isinstance(node, fx.Node) else node for node in returned]
 
 
+def output_bytes(graph: fx.GraphModule) -> int:
+    """Bytes of the outputs that the graph computes."""
+    returned = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+    made = {node for node in returned if isinstance(node, fx.Node) and node.op != "placeholder"}
+    examples = [node.meta.get("example_value") for node in made]
+    return sum(one.numel() * one.element_size() for one in examples if isinstance(one, torch.Tensor))
+
+
 def reached(graph: fx.Graph, tangents: dict[int, fx.Node]) -> dict[int, frozenset[int]]:
     """For each gradient, by the position of its input, the cotangents it is made of, counted in the outputs' order.
 

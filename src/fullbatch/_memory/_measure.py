@@ -76,6 +76,28 @@ def measure(fn: Callable[[], Any], device: torch.device | str | None = None) -> 
     return Measurement(peak, level, result, timeline, where)
 
 
+@dataclass
+class Counted:
+    """What was allocated while `counting` was entered, in bytes above the level at its start; known when it ends."""
+
+    peak: int = 0
+    retained: int = 0
+
+
+@contextlib.contextmanager
+def counting(device: torch.device) -> Iterator[Counted]:
+    """`measure` for what is no function: it may be entered in one place and left in another, on the same thread."""
+    counted = Counted()
+    if device.type == "cuda":
+        started = _cuda_started(device)
+        yield counted
+        counted.peak, counted.retained = _cuda_counted(device, started)
+        return
+    with _session(device) as events:
+        yield counted
+    counted.peak, counted.retained, _ = _sum(events, 0.0)
+
+
 def trace_memory(fn: Callable[[], Any], device: torch.device | str = "cpu") -> list[tuple[float, int]]:
     """Calls ``fn()`` once; returns (microseconds since the start, bytes: positive allocated, negative freed) events.
 
@@ -115,6 +137,24 @@ def _traced(fn: Callable[[], Any], device: torch.device) -> tuple[list[tuple[flo
 
 
 def _raw(fn: Callable[[], Any], device: torch.device) -> tuple[list[tuple[float, int]], Any, float, int]:
+    with _session(device) as events:
+        # Inside the session: entering it may take a millisecond, and is no part of the function's time.
+        began_ns, began = time.time_ns(), time.perf_counter()
+        result = fn()
+        seconds = time.perf_counter() - began
+    return [(at + (events.began_ns - began_ns) / 1e3, nbytes) for at, nbytes in events], result, seconds, began_ns
+
+
+class _Events(list[tuple[float, int]]):
+    """(microseconds since the start, bytes) of each allocation and free."""
+
+    began_ns = 0
+
+
+@contextlib.contextmanager
+def _session(device: torch.device) -> Iterator[_Events]:
+    """A session of the profiler; the events are there when it has ended."""
+    events = _Events()
     # torch itself does not refuse: the inner profiler silently ends the outer one's session.
     if _torch.profiler_running():
         raise MeasureError.of(
@@ -122,10 +162,8 @@ def _raw(fn: Callable[[], Any], device: torch.device) -> tuple[list[tuple[float,
             next="call measure() outside of torch.profiler.profile(...)",
         )
     with _quiet(), profiler.profile(profile_memory=True) as session:
-        # Inside the session: entering it may take a millisecond, and is no part of the function's time.
-        began_ns, began = time.time_ns(), time.perf_counter()
-        result = fn()
-        seconds = time.perf_counter() - began
+        events.began_ns = time.time_ns()
+        yield events
     found: list[tuple[int, int, int]] = []
     pending = list(session.kineto_results.experimental_event_tree())
     while pending:
@@ -136,7 +174,7 @@ def _raw(fn: Callable[[], Any], device: torch.device) -> tuple[list[tuple[float,
             if at.device.type == device.type and (device.type == "cpu" or device.index in (None, at.device.index)):
                 found.append((event.start_time_ns, at.ptr, at.alloc_size))
     found.sort(key=lambda one: one[0])
-    return _own(found, began_ns, device), result, seconds, began_ns
+    events.extend(_own(found, events.began_ns, device))
 
 
 def _own(found: list[tuple[int, int, int]], began_ns: int, device: torch.device) -> list[tuple[float, int]]:
@@ -163,18 +201,27 @@ def _measure_cuda(fn: Callable[[], Any], device: torch.device) -> Measurement:
 
     Unlike on the CPU, the free of an older tensor is seen and lowers the level.
     """
-    torch.cuda.synchronize(device)
-    start = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    start = _cuda_started(device)
     began = time.perf_counter()
     result = fn()
     torch.cuda.synchronize(device)
     seconds = time.perf_counter() - began
-    peak = torch.cuda.max_memory_allocated(device) - start
-    retained = torch.cuda.memory_allocated(device) - start
+    peak, retained = _cuda_counted(device, start)
     # The counters keep no history: the start, the height and the end are what is known.
     timeline = ((0.0, 0), (seconds / 2, peak), (seconds, retained))
     return Measurement(peak, retained, result, timeline, device)
+
+
+def _cuda_started(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _cuda_counted(device: torch.device, start: int) -> tuple[int, int]:
+    """Peak and level above `start`."""
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - start, torch.cuda.memory_allocated(device) - start
 
 
 @contextlib.contextmanager

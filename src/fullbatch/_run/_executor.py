@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fullbatch._eager_loss import rehearsal
+from fullbatch._eager_loss import Turns, finished, rehearsal
 from fullbatch._ir import Program
 from fullbatch._plan._schedule import ALL, Schedule
 from fullbatch._run._fuse import fuse
@@ -38,24 +38,32 @@ class Executor:
         `drawn`, where given, receives every random task's outputs as (task, microbatch, tensors). An exception of an
         operator passes through, with a note that names where in the user's code the operator came from.
         """
-        with step_seed(self.program, inputs.values()) as seed, torch.no_grad():
+        with torch.no_grad():
+            return finished(self.turns(inputs, drawn))
+
+    def turns(self, inputs: dict[int, torch.Tensor], drawn: Drawn | None = None) -> Turns[list[Any]]:
+        """`run`, to be taken further under `torch.no_grad()`: it waits where its loss is run by somebody else."""
+        with step_seed(self.program, inputs.values()) as seed:
             if self._to_compile:
                 with rehearsal():
                     fused = fuse(self.program, self.schedule, inputs, seed)
                 if fused is not None:
                     self._generated, self._to_compile = Generated(self.program, self.schedule, fused), False
             try:
-                return self._walk({value: inputs[at] for at, value in self.program.inputs.items()}, seed, drawn)
+                whole = {value: inputs[at] for at, value in self.program.inputs.items()}
+                return (yield from self._walk(whole, seed, drawn))
             except Exception as error:
                 self._generated.explain(error)
                 raise
 
-    def _walk(self, whole: dict[int, Any], seed: int, drawn: Drawn | None) -> list[Any]:
+    def _walk(self, whole: dict[int, Any], seed: int, drawn: Drawn | None) -> Turns[list[Any]]:
         batch, final = self.program.batch, len(self._ranges) - 1
         held: list[dict[int, Any]] = [{} for _ in self._ranges]
         for stage in self._generated.stages:
             for part in stage.once:
-                part(whole, {}, batch, 0, batch, ALL, seed, drawn)
+                waiting = part(whole, {}, batch, 0, batch, ALL, seed, drawn)
+                if waiting is not None:  # the part with the eager loss
+                    yield from waiting
             for microbatch, (begin, end) in enumerate(self._ranges):
                 for part in stage.last if microbatch == final else stage.body:
                     part(whole, held[microbatch], end - begin, begin, end, microbatch, seed, drawn)

@@ -75,7 +75,10 @@ class Names:
         assert kernel is not None
         given = [self.constant(arg, at, samples) for arg in kernel.args]
         given += [f"{key}={self.constant(value, at, samples)}" for key, value in kernel.kwargs.items()]
-        return f"{self.of(kernel.fn)}({', '.join(given)})"
+        # What is not captured runs in turns (`EagerLoss.turns`): it may wait for code that is not called from here.
+        eager: Any = kernel.fn
+        fn = f"yield from {self.of(eager.turns)}" if task.eager else self.of(kernel.fn)
+        return f"{fn}({', '.join(given)})"
 
 
 @dataclass
