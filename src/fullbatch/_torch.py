@@ -111,12 +111,12 @@ def _nothing_frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _more_captured() -> Iterator[None]:
-    """While it is entered, Dynamo captures two things that it refuses (2.13) and that models of transformers do.
+    """While it is entered, Dynamo captures things that it refuses (2.13) and that models of transformers and monai do.
 
     A check of a tensor's values (`torch._check_tensor_all`) is an assertion that runs with the step, and no number that
     the data decide. `x.requires_grad = True` on a value of the step changes nothing but what is read of it.
     """
-    handlers = variables.TorchInGraphFunctionVariable._get_handlers()
+    handlers, skipped = variables.TorchInGraphFunctionVariable._get_handlers(), variables.functions.SkipFunctionVariable
     checks: dict[Callable[..., Any], int] = {torch._check_tensor_all: 0, torch._check_tensor_all_with: 1}
     kept = {check: handlers[check] for check in checks}
     handlers.update({check: _asserted(at) for check, at in checks.items()})
@@ -125,6 +125,7 @@ def _more_captured() -> Iterator[None]:
         with (
             _replaced(_builtin.SetAttrBuiltinVariable, "_call_setattr", _requiring(setter)),
             _replaced(variables.TensorVariable, "method_attr_requires_grad", _not_after(getter)),
+            _replaced(skipped, "call_function", _scripted(skipped.call_function)),
         ):
             yield
     finally:
@@ -169,6 +170,19 @@ def _not_after(getter: Callable[..., Any]) -> Callable[..., Any]:
     return requires_grad
 
 
+def _scripted(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.jit.isinstance` of a class is `isinstance`: TorchScript alone reads more into it."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        kind = args[1].as_python_constant() if len(args) == 2 and args[1].is_python_constant() else None
+        of_class = isinstance(kind, type) and kind not in (list, tuple, dict)  # these it refuses
+        if self.value is torch.jit.isinstance and of_class:
+            return variables.BuiltinVariable(isinstance).call_function(tx, args, kwargs)
+        return call(self, tx, args, kwargs)
+
+    return call_function
+
+
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     kept = vars(owner)[name]
@@ -197,6 +211,13 @@ def guarded_expressions() -> list[str]:
     """Inside a backend: the expressions, in `L` (locals) and `G` (globals), that the graph's guards are about."""
     context = torch._guards.TracingContext.try_get()
     return [] if context is None else [guard.name for guard in context.guards_context.dynamo_guards if guard.name]
+
+
+def numpy_name(target: object) -> str | None:
+    """The name of NumPy's function, method or operator that Dynamo (2.13) has a node of its graph call, else None."""
+    utils = torch._dynamo.utils
+    kinds = (utils.numpy_to_tensor_wrapper, utils.numpy_method_wrapper, utils.numpy_operator_wrapper)
+    return target.__name__.removeprefix("wrapped_") if isinstance(target, kinds) else None
 
 
 def traced_code() -> list[CodeType]:
@@ -291,6 +312,18 @@ def free_symbols(value: object) -> set[Any]:
     """The symbols of a number of Dynamo's that is none yet: it depends on data."""
     kinds = (torch.SymInt, torch.SymFloat, torch.SymBool)
     return set(value.node.expr.free_symbols) if isinstance(value, kinds) else set()
+
+
+@contextlib.contextmanager
+def quiet_shapes() -> Iterator[None]:
+    """A shape that a model refuses is no message: torch logs each with a traceback, besides raising it."""
+    logger = logging.getLogger(FakeTensor.__module__)
+    kept = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(kept)
 
 
 def is_fake(value: object) -> bool:
@@ -491,6 +524,26 @@ def graph_leaves(result: torch.Tensor) -> list[torch.Tensor]:
         seen.update(new)
         stack.extend(new)
     return found
+
+
+@contextlib.contextmanager
+def watched_backward(look: Callable[[Sequence[Any], Sequence[Any] | None], None]) -> Iterator[None]:
+    """While entered, `look(of, by)` sees each call of autograd's engine before it runs, and may raise.
+
+    `backward()` and `grad()` both go through this function (2.13). No `by`: gradients are left in all leaves.
+    """
+    run: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
+
+    def watched(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        look(outputs, args[3] if len(args) > 3 else ())
+        return run(outputs, *args, **kwargs)
+
+    with _replaced(torch.autograd, "_engine_run_backward", watched):
+        yield
+
+
+# A tensor inside of torch.func's transforms (vmap, grad) wraps another; captured, the transform would be left out.
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def version(tensor: torch.Tensor) -> int:

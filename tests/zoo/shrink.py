@@ -155,6 +155,8 @@ def _width(name: str, value: int, strength: str, factor: int) -> int:
         return value
     if name.endswith("window_size"):
         return min(value, 2)
+    if name.endswith("chunk_size"):  # a text of twelve would be padded to it
+        return min(value, 8)
     if strength == "divided":
         sized = _is_width(name) or _WIDE.search(name) or _HEAD.search(name)
         return max(value // factor, 2) if sized else value

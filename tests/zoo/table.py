@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,8 @@ of every output to a fixed wave. Mixtures of experts run `experts_implementation
 the experts that the data chose. What a model computes in float32 by name is computed in float64.
 """
 
-
-ASKS = ("paligemma",)
-"""Models whose code asks `torch.compiler.is_compiling()` and computes something else then, in torch.compile too."""
-
-_DIFFERENT = """`paligemma` differs because its own code does: code of transformers asks whether it is being captured
-(`torch.compiler.is_compiling()`), and computes something else then. `torch.compile(backend="eager")` gives the same
-other loss. `step.plan` names the code that asks before anything runs, and `step.verify()` finds the difference. Nothing
-else differs.
-"""
+_UNCOUNTED = """model types are not counted: plain PyTorch
+does not run them so (they need another package, or inputs that do not follow from the names of arguments)."""
 
 
 def counted(results: Iterable[Outcome]) -> list[Outcome]:
@@ -89,17 +83,32 @@ def counted(results: Iterable[Outcome]) -> list[Outcome]:
     return [outcome for outcome in results if outcome["kind"] != "not counted"]
 
 
-def markdown(results: dict[str, Outcome]) -> str:
-    """The page `docs/zoo.md`."""
+@dataclass(frozen=True)
+class Page:
+    """The words of a page: what is in it, with which packages, what is not counted, how models are made."""
+
+    head: str
+    versions: str
+    uncounted: str
+    how: str
+
+
+def _transformers() -> Page:
     import transformers
 
+    return Page(_HEAD, f"torch {torch.__version__}, transformers {transformers.__version__}.", _UNCOUNTED, _HOW)
+
+
+def markdown(results: dict[str, Outcome], page: Page | None = None) -> str:
+    """The page `docs/zoo.md`, or another one."""
+    page = page or _transformers()
     models = counted(results.values())
     kinds = Counter(outcome["kind"] for outcome in models)
     exact = kinds["exact"] + kinds["random"]
     share = exact / max(len(models), 1)
     lines = [
-        _HEAD,
-        f"torch {torch.__version__}, transformers {transformers.__version__}.",
+        page.head,
+        page.versions,
         "",
         "| outcome | models |",
         "|---|---|",
@@ -111,11 +120,9 @@ def markdown(results: dict[str, Outcome]) -> str:
         f"| all | {len(models)} |",
         "",
         f"{kinds['random']} of the exact ones draw random numbers; they are compared by `step.verify()`, on the",
-        f"numbers that the step drew. Another {len(results) - len(models)} model types are not counted: plain PyTorch",
-        "does not run them so (they need another package, or inputs that do not follow from the names of arguments).",
+        f"numbers that the step drew. Another {len(results) - len(models)} {page.uncounted}",
         "",
-        _HOW,
-        *([_DIFFERENT] if [o["name"] for o in models if o["kind"] == "different"] == list(ASKS) else []),
+        page.how,
         *_refused(models),
         "## All models",
         "",
@@ -151,7 +158,8 @@ def _row(outcome: Outcome) -> str:
     if outcome["kind"] == "refused":
         first = re.sub(r"\s+", " ", outcome["detail"].split("\n")[0]).replace("|", "/")[:160]
         return f"| {name} | refused: {kind_of(outcome)[0]} ({outcome['refusal']}: {first}) | | | | |"
-    return f"| {name} | {outcome['kind']}: {outcome.get('refusal', '')} | | | | |"
+    said = outcome.get("refusal") or outcome.get("detail", "")[:80]
+    return f"| {name} | {outcome['kind']}: {said} | | | | |"
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from .compare import LIMIT
 from .models import LORA
-from .table import ASKS, DOCS, RESULTS, counted, markdown
+from .table import DOCS, RESULTS, counted, markdown
 
 # Text, vision with BatchNorm, sound, two towers, image in text, encoder-decoder, experts, state space, time, LoRA.
 FEW = ("bert", "clip", "gpt2", "llava", "mamba", "mixtral", "patchtst", "resnet", "swinv2", "t5", "wav2vec2", LORA)
@@ -46,8 +46,7 @@ def _check(names: list[str], jobs: int, out: Path) -> None:
         was = expected[name]["kind"]
         exact = found["kind"] in ("exact", "random") and found["error"] <= LIMIT
         refused = found["kind"] == "refused" and was == "refused"
-        asks = name in ASKS and found["kind"] == "different"
-        if not exact and not refused and not asks and not (found["kind"] == was == "too slow"):
+        if not exact and not refused and not (found["kind"] == was == "too slow"):
             wrong.append(
                 f"{name}: was {was}, now {found['kind']}: {found.get('error')} {found.get('detail', '')[:500]}"
             )
@@ -64,13 +63,13 @@ def test_all_are_exact_or_refused_as_before(tmp_path: Path) -> None:
     _check([outcome["name"] for outcome in counted(_expected().values())], 2, tmp_path / "all.json")
 
 
-def test_nothing_differs_and_at_least_three_hundred_are_exact() -> None:
+def test_nothing_differs_and_nineteen_in_twenty_are_exact() -> None:
     models = counted(_expected().values())
     exact = [outcome for outcome in models if outcome["kind"] in ("exact", "random")]
     wrong = [outcome["name"] for outcome in models if outcome["kind"] in ("different", "crashed")]
-    assert set(wrong) <= set(ASKS)
+    assert not wrong
     assert all(outcome["error"] <= LIMIT for outcome in exact)
-    assert len(exact) >= 300 and len(exact) >= 0.9 * len(models)
+    assert len(exact) >= 300 and len(exact) >= 0.95 * len(models)
 
 
 def test_the_table_says_what_was_found() -> None:

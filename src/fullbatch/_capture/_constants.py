@@ -23,7 +23,7 @@ _NAMES = """
     prod cumsum numel size reshape view flatten squeeze unsqueeze expand repeat clone contiguous detach to type long
     int float double bool eq ne lt le gt ge and or not any all tile new_tensor new_zeros new_ones new_full index_select
 """
-_PURE = frozenset(_NAMES.split())
+PURE = frozenset(_NAMES.split())
 _LARGEST = 1 << 20  # elements of a value that is computed at capture
 
 
@@ -58,17 +58,22 @@ def _symbols(node: fx.Node) -> set[Any]:
     return {symbol for part in parts for symbol in _torch.free_symbols(part)}
 
 
-def _name(node: fx.Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.strip("_") if name.startswith("__") or not name.endswith("_") else name
+def name_of(node: fx.Node) -> str:
+    """The name of what the node calls; `and` for `operator.and_` and for `__and__`."""
+    name = _called(node)
+    python = getattr(node.target, "__module__", "") == "_operator"
+    return name.strip("_") if python or name.startswith("__") or not name.endswith("_") else name
 
 
-def _changes_argument(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return node.op in ("call_function", "call_method") and (
-        in_place or name in ("setitem", *_IN_PLACE) or "out" in node.kwargs
-    )
+def _called(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def changes_argument(node: fx.Node) -> bool:
+    """Whether the node changes a tensor in place, by its name."""
+    name = name_of(node)
+    in_place = name.endswith("_") or name in ("setitem", *_IN_PLACE) or "out" in node.kwargs
+    return node.op in ("call_function", "call_method") and in_place
 
 
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
@@ -80,7 +85,7 @@ def _constants(graph: fx.Graph) -> set[fx.Node]:
     changed = {
         origin
         for node in graph.nodes
-        if _changes_argument(node)
+        if changes_argument(node)
         for argument in node.all_input_nodes
         for origin in _origins(argument, candidates)
     }
@@ -90,7 +95,7 @@ def _constants(graph: fx.Graph) -> set[fx.Node]:
 def _following(graph: fx.Graph, without: set[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        pure = node.op in ("call_function", "call_method") and _name(node) in _PURE and not _changes_argument(node)
+        pure = node.op in ("call_function", "call_method") and name_of(node) in PURE and not changes_argument(node)
         if pure and node not in without and all(source in found for source in node.all_input_nodes) and _small(node):
             found.add(node)
     return found

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fullbatch import _torch
-from fullbatch._capture._asked import note_questions
+from fullbatch import _dynamo, _torch
 from fullbatch._capture._sources import SEEDS, Source, seeds, source_of
+from fullbatch._capture._values import Guard, Known
 from fullbatch._capture._watch import Watch
 from fullbatch._errors import CaptureError, FullbatchError, LossError
 
@@ -30,6 +30,14 @@ Runner = Callable[..., Any]
 
 class _Stale(Exception):
     """Leaves a captured step before anything has run: something that it read and no guard covers is different."""
+
+
+class _Elsewhere(Exception):
+    """Leaves a captured step before anything has run: numbers in tensors are others, and so is the capture for them."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(epoch)
+        self.epoch = epoch
 
 
 class Frontend:
@@ -47,6 +55,8 @@ class Frontend:
         self.captures = 0
         self.room = 64  # captures that are kept: guards are checked one after another
         self._epoch = 0  # a guarded value of our own: raised where captures up to now hold no longer
+        self._newest = 0  # the highest one: those between are for other numbers in tensors (`_values.py`)
+        self._known = Known()
         self._changed = ""
         self._scope: dict[str, Any] = {}
         self._drop: Callable[[], Any] = lambda: None
@@ -70,18 +80,33 @@ class Frontend:
         self._held = 0
 
     def _backend(self, graph: fx.GraphModule) -> Runner:
+        guard = self._known.guard(graph)
+        self._known.note(graph)
+        run, expressions = self._on_graph(graph), _torch.guarded_expressions()
         self.captures += 1
         self._held += 1
-        note_questions(graph, _torch.traced_code())
-        run, expressions = self._on_graph(graph), _torch.guarded_expressions()
+        self._known.begin()  # what raises from here on is no refusal
         watches: list[Watch] = []
+        elsewhere: dict[tuple[str, ...], int] = {}  # other numbers -> the epoch of their capture
         alive = weakref.ref(self)
 
         def watched(*inputs: Any) -> Any:
             _alive(alive)._check(watches, expressions)
+            if guard is not None:
+                _alive(alive)._compare(guard, inputs, elsewhere)
             return run(*inputs)
 
         return watched
+
+    def _compare(self, guard: Guard, inputs: Any, elsewhere: dict[tuple[str, ...], int]) -> None:
+        values = guard.values(inputs)
+        if values == guard.expected:
+            return
+        if values not in elsewhere:
+            self._newest += 1
+            elsewhere[values] = self._newest
+            self._changed = "a number that the step reads from a tensor has changed"
+        raise _Elsewhere(elsewhere[values])
 
     def _check(self, watches: list[Watch], expressions: list[str]) -> None:
         if not watches:
@@ -103,14 +128,30 @@ class Frontend:
         self._scope = {"L": local, "G": self._globals}
         drawn = random.getstate()
         try:
-            with _torch.capture_settings(), torch.inference_mode(False), torch.enable_grad():
+            with (
+                _torch.capture_settings(),
+                _dynamo.as_plain(self._known),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+            ):
+                epoch = self._epoch
                 while True:
+                    self._known.begin()
                     try:
-                        return self._call(model, batch, moved, self._epoch, scale)
+                        return self._call(model, batch, moved, epoch, scale)
+                    except _Elsewhere as other:
+                        random.setstate(drawn)
+                        epoch = other.epoch
                     except _Stale:
                         random.setstate(drawn)
-                        self._epoch += 1
-                    except _torch.DynamoError as error:
+                        self._newest += 1
+                        epoch = self._epoch = self._newest
+                    except Exception as error:  # of any kind: what Dynamo forbids is not always one of its own
+                        if self._known.tell_otherwise(str(error)):
+                            random.setstate(drawn)
+                            continue
+                        if not isinstance(error, _torch.DynamoError):
+                            raise
                         refusal, cause = explain_refusal(error)
                         raise refusal from cause
         except BaseException:

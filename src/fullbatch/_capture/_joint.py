@@ -20,6 +20,7 @@ from fullbatch._capture._asked import asked
 from fullbatch._capture._clean import clean, without_tokens
 from fullbatch._capture._constants import settle
 from fullbatch._capture._frontend import check_data_dependence, check_loss
+from fullbatch._capture._masked import choose
 from fullbatch._capture._precision import autocasts, refuse_formats
 from fullbatch._capture._split import check_outputs, insert_loss, reached
 from fullbatch._eager_loss import EagerLoss
@@ -83,6 +84,7 @@ def trace_joint(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], eager: Ea
     With `eager` the graph is a forward alone, and that loss stands between it and its backward.
     """
     settle(graph, inputs)
+    choose(graph)
     loss_node = check_loss(graph) if eager is None else None
     if eager is not None:
         check_data_dependence(graph)
