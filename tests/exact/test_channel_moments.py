@@ -49,7 +49,7 @@ def test_one_sample_that_is_unlike_the_others_does_not_decide_about_what_is_subt
 
 def test_parts_may_be_uneven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_channels, "_PART", 5 * 48 * 48)
-    x = torch.randn(8, 16, 48, 48) + 1
+    x = torch.randn(8, 16, 48, 48, dtype=torch.float64) + 1
     assert _error(channel_moments(x), x) < 1e-12
 
 

@@ -290,7 +290,9 @@ class Side:
         problem = self.problem(size)
         whole = self.hold_all(size).profile.whole
         again = problem.bound([max(0.0, room - fixed) for fixed in whole])
-        return self.work + again + self.launch * self.hold_all(self.program.batch).schedule.count_runs()
+        least = 2 if self.splits else 1  # microbatches: as one, the whole batch runs by the other program
+        runs = self.hold_all(self.program.batch).schedule.count_runs()
+        return self.work + again + self.shared * (least - 1) + self.launch * runs
 
 
 def _exceeding(peaks: Sequence[int], room: int) -> Iterator[int]:
