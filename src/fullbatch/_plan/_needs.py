@@ -26,11 +26,26 @@ class Needs:
             for value in reduced.nodes[index].inputs:
                 self.readers[value] = self.readers.get(value, 0) + 1
         self.again = reduced.again(segment, self.runs)
+        self._saved: dict[int, float] = {}  # answers, since the same are asked for again while other segments change
+        self._lost: dict[int, float] = {}
 
     def saved(self, value: int) -> float:
         """Cost of what would not run if `value` were held as well."""
         if value in self._held or value not in self.readers:
             return 0.0
+        if value not in self._saved:
+            self._saved[value] = self._find_saved(value)
+        return self._saved[value]
+
+    def lost(self, value: int) -> float:
+        """Cost of what would run as well if `value` were not held."""
+        if value not in self._held or value not in self.readers:
+            return 0.0
+        if value not in self._lost:
+            self._lost[value] = self._find_lost(value)
+        return self._lost[value]
+
+    def _find_saved(self, value: int) -> float:
         makers, readers = self._reduced.makers, self.readers
         gone: dict[int, int] = {value: readers[value]}  # readers that a value loses
         total, stack = 0.0, [value]
@@ -47,10 +62,7 @@ class Needs:
                     stack.append(read)
         return total
 
-    def lost(self, value: int) -> float:
-        """Cost of what would run as well if `value` were not held."""
-        if value not in self._held or value not in self.readers:
-            return 0.0
+    def _find_lost(self, value: int) -> float:
         makers, total = self._reduced.makers, 0.0
         started: set[int] = set()
         stack = [value]

@@ -174,15 +174,14 @@ class Polish:
         offers = self.offers(list(lacking), gap.value) if lacking else []
         paid = 0.0
         while lacking:
-            offers = [offer for offer in offers if any(offer.first <= t <= offer.last for t in lacking)]
+            left = 0.999 * worth - paid  # what costs more than this would not pay
+            offers = [o for o in offers if o.worth < left and any(o.first <= t <= o.last for t in lacking)]
             if not offers:
                 return False
             offer = min(offers, key=lambda o: o.worth / self._helps(o, lacking))
             offers.remove(offer)
             given.append(offer)
             paid += offer.worth
-            if paid >= 0.999 * worth:
-                return False
             freed = self._scale * self._reduced.sizes[offer.value]
             lacking = {
                 t: need - freed if offer.first <= t <= offer.last else need for t, need in lacking.items()
@@ -191,8 +190,12 @@ class Polish:
         return self._exchange(gap, given)
 
     def _helps(self, offer: Gap, lacking: dict[int, float]) -> float:
-        freed = self._scale * self._reduced.sizes[offer.value]
-        return sum(min(freed, need) for t, need in lacking.items() if offer.first <= t <= offer.last) or 1e-9
+        freed, first, last = self._scale * self._reduced.sizes[offer.value], offer.first, offer.last
+        helps = 0.0
+        for t, need in lacking.items():
+            if first <= t <= last:
+                helps += freed if freed < need else need
+        return helps or 1e-9
 
     def _exchange(self, gap: Gap, given: Sequence[Gap]) -> bool:
         """Makes the change and keeps it if it saves work as a whole."""
