@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 YOLO := $(VENV)/yolo/ultralytics
+VISION := $(VENV)/vision/timm
 
 .PHONY: demo test test-all lint clean
 
@@ -14,7 +15,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-test-all: $(STAMP) $(YOLO)
+test-all: $(STAMP) $(YOLO) $(VISION)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
@@ -31,6 +32,10 @@ $(STAMP): pyproject.toml constraints.txt
 # Aside, and without what it asks for: see tests/split/yolo.txt.
 $(YOLO): tests/split/yolo.txt | $(STAMP)
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/yolo -r tests/split/yolo.txt
+	touch $@
+
+$(VISION): tests/zoo_vision/vision.txt | $(STAMP)
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/vision -r tests/zoo_vision/vision.txt
 	touch $@
 
 clean:

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-# torchvision's compiled operators do not load beside every build of torch; training needs none of them.
-_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
-for _name in ("nms", "qnms"):
-    if not hasattr(torch.ops.torchvision, _name):
-        _LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+from split.aside import without_operators
+
+without_operators()
 
 from ultralytics.cfg import get_cfg  # noqa: E402
 from ultralytics.nn.tasks import DetectionModel  # noqa: E402

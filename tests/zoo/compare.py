@@ -6,6 +6,7 @@ import re
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import nn
 import fullbatch
 
 from .inputs import Inputs
-from .models import CannotRun, build, loss_fn
+from .models import Built, CannotRun, build, whole
 
 LIMIT = 1e-9
 MICROBATCHES = (1, 3)  # of a batch of four: even, and uneven
+Plain = Callable[[nn.Module, Inputs], torch.Tensor]
 
 
 @dataclass
@@ -38,8 +40,8 @@ class Outcome:
     detail: str = ""
 
 
-def judge(name: str) -> dict[str, Any]:
-    """The outcome for the model type `name`, as plain values."""
+def judge(name: str, build: Callable[[str], Built] = build) -> dict[str, Any]:
+    """The outcome for the model `name`, which `build` makes, as plain values."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -49,7 +51,7 @@ def judge(name: str) -> dict[str, Any]:
         return asdict(Outcome(name, "not counted", detail=_without_paths(str(error))[:400]))
     found = Outcome(name, "", inputs=tuple(built.batch), strength=built.strength, parameters=built.parameters)
     try:
-        _judge(found, built.model, built.batch)
+        _judge(found, built)
     except fullbatch.FullbatchError as error:
         found.kind, found.refusal, found.detail = "refused", type(error).__name__, _without_paths(str(error))[:400]
     except Exception as error:
@@ -63,26 +65,27 @@ def _without_paths(text: str) -> str:
     return re.sub(r"[^\s'\"]*/site-packages/", "", text)
 
 
-def _judge(found: Outcome, model: nn.Module, batch: Inputs) -> None:
-    random = _draws(model, batch)
+def _judge(found: Outcome, built: Built) -> None:
+    model, batch, plain = built.model, built.batch, whole(built.loss)
+    random = _draws(plain, model, batch)
     began = time.process_time()
-    step = fullbatch.Step(loss_fn, model, batch, microbatch=MICROBATCHES[0])
+    step = fullbatch.Step(built.loss, model, batch, microbatch=MICROBATCHES[0], **built.options)
     found.seconds = round(time.process_time() - began, 2)
     found.stages, found.full_batch = step.plan.stages, len(step.plan.full_batch_nodes)
     errors = []
     for microbatch in MICROBATCHES:
         step._microbatch = microbatch  # one capture serves both
-        errors.append(_certified(step, batch) if random else _error(step, model, batch))
+        errors.append(_certified(step, batch) if random else _error(step, plain, model, batch))
     found.error = max(errors)
     within = all(error <= LIMIT for error in errors)  # false for NaN too
     found.kind = ("random" if random else "exact") if within else "different"
 
 
-def _draws(model: nn.Module, batch: Inputs) -> bool:
+def _draws(plain: Plain, model: nn.Module, batch: Inputs) -> bool:
     """Whether the step draws random numbers."""
     buffers = {key: value.clone() for key, value in model.named_buffers()}
     before = torch.get_rng_state()
-    loss_fn(model, batch)
+    plain(model, batch)
     _restore(model, buffers)
     return not torch.equal(before, torch.get_rng_state())
 
@@ -92,18 +95,17 @@ def _certified(step: fullbatch.Step, batch: Inputs) -> float:
     return max(found.loss_error, found.gradient_error, found.buffer_error)
 
 
-def _error(step: fullbatch.Step, model: nn.Module, batch: Inputs) -> float:
+def _error(step: fullbatch.Step, plain: Plain, model: nn.Module, batch: Inputs) -> float:
     """The largest of the relative differences of loss, gradients and buffers, after one step each from one state."""
     buffers = {key: value.clone() for key, value in model.named_buffers()}
-    plain = _results(model, lambda: _plain(model, batch))
+    wanted = _results(model, lambda: _backward(plain(model, batch)))
     _restore(model, buffers)
     ours = _results(model, lambda: step(batch))
     _restore(model, buffers)
-    return max(_apart(a, b) for a, b in zip(plain, ours, strict=True))
+    return max(_apart(a, b) for a, b in zip(wanted, ours, strict=True))
 
 
-def _plain(model: nn.Module, batch: Inputs) -> torch.Tensor:
-    loss = loss_fn(model, batch)
+def _backward(loss: torch.Tensor) -> torch.Tensor:
     loss.backward()
     return loss.detach()
 

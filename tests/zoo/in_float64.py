@@ -2,7 +2,8 @@
 
 Many models write `x.float()` or `.to(torch.float32)` around a norm, a softmax or a rotation, whatever the precision of
 the model. Their results are then good to 1e-7, in plain PyTorch too, and a fault of 1e-9 could not be told from it. The
-source of `transformers` is therefore read with these words replaced, line by line, so that line numbers stay.
+source of `transformers`, or of another package, is therefore read with these words replaced, line by line, so that line
+numbers stay.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib.abc
 import importlib.machinery
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -34,11 +35,18 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(text, path, "exec", dont_inherit=True, optimize=_optimize)
 
 
+def _modelling_code(name: str) -> bool:
+    return name.startswith("transformers.") and (".modeling_" in name or ".integrations." in name)
+
+
 class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, wanted: Callable[[str], bool]) -> None:
+        self._wanted = wanted
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not name.startswith("transformers.") or (".modeling_" not in name and ".integrations." not in name):
+        if not self._wanted(name):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -47,7 +55,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def read_in_float64() -> None:
-    """From now on modelling code of transformers is imported so. Modules that were imported before stay as they are."""
+def read_in_float64(wanted: Callable[[str], bool] = _modelling_code) -> None:
+    """From now on modules with a name that is `wanted` are imported so. Those imported before stay as they are."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _Finder(wanted))

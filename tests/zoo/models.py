@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Built:
     batch: Inputs
     strength: str
     parameters: int
+    loss: Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]] = field(default_factory=lambda: loss_fn)
+    options: dict[str, Any] = field(default_factory=dict)  # of fullbatch.Step
 
 
 LORA = "llama + LoRA (peft)"
@@ -48,11 +50,16 @@ def names() -> list[str]:
 
 
 def loss_fn(model: nn.Module, batch: Inputs) -> Tensor:
+    """The scalar of what the model gives for its named inputs."""
+    return distance(model(**batch))
+
+
+def distance(nest: Any) -> Tensor:
     """Half the mean square distance of each output to a fixed wave along its last dimension, added up.
 
     A mean of squares alone would have no gradient below a final normalisation.
     """
-    outputs = [_real(leaf) for leaf in _tensors(model(**batch)) if leaf.is_floating_point() or leaf.is_complex()]
+    outputs = [_real(leaf) for leaf in _tensors(nest) if leaf.is_floating_point() or leaf.is_complex()]
     return sum((_distance(output) for output in outputs), torch.zeros((), dtype=torch.float64))
 
 
@@ -131,6 +138,11 @@ def _model(default: Any, strength: str) -> nn.Module:
     model = transformers.AutoModel.from_config(config, dtype=torch.float64).to(torch.float64)
     with contextlib.suppress(Exception):  # the default loops over the experts that were chosen, by number
         model.set_experts_implementation("batched_mm")
+    return prepared(model)
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    """In train mode, without dropout, and without parameters of zeros."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -141,7 +153,15 @@ def _model(default: Any, strength: str) -> nn.Module:
     return model.train()
 
 
-def check(model: nn.Module, batch: Inputs) -> None:
+def whole(loss: Any) -> Callable[..., Any]:
+    """The plain step of a loss, or of the pair (forward, loss)."""
+    if not isinstance(loss, tuple):
+        return loss  # type: ignore[no-any-return]
+    forward, last = loss
+    return lambda model, batch: last(forward(model, batch), batch)
+
+
+def check(model: nn.Module, batch: Inputs, loss_fn: Callable[..., Any] = loss_fn) -> None:
     """Raises where the plain step does not run, or its loss or a gradient is not finite."""
     state = {key: value.clone() for key, value in model.named_buffers()}
     loss = loss_fn(model, batch)

@@ -28,21 +28,24 @@ from .models import names
 WARM = ("vit", "t5", "resnet")  # between them they touch most of what torch and transformers import late
 
 
-def _warm_up() -> None:
-    for name in WARM:
-        compare.judge(name)
+Judge = Callable[[str], dict[str, Any]]
+
+
+def _warm_up(judge: Judge, warm: tuple[str, ...]) -> None:
+    for name in warm:
+        judge(name)
         torch._dynamo.reset()
     gc.collect()
     gc.freeze()  # or a child would copy the pages that its collector visits
 
 
-def _child(name: str, pipe: Connection, limit: int) -> None:
+def _child(judge: Judge, name: str, pipe: Connection, limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))  # processor time: others may use the machine
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     try:
-        pipe.send(compare.judge(name))
+        pipe.send(judge(name))
     except BaseException as error:
         pipe.send({"name": name, "kind": "crashed", "refusal": type(error).__name__, "detail": repr(error)[:1500]})
     finally:
@@ -51,10 +54,15 @@ def _child(name: str, pipe: Connection, limit: int) -> None:
 
 
 def run(
-    chosen: list[str], jobs: int, limit: float, seen: Callable[[dict[str, Any]], None]
+    chosen: list[str],
+    jobs: int,
+    limit: float,
+    seen: Callable[[dict[str, Any]], None],
+    judge: Judge = compare.judge,
+    warm: tuple[str, ...] = WARM,
 ) -> dict[str, dict[str, Any]]:
     """The outcome of each of the models `chosen`, by name."""
-    _warm_up()
+    _warm_up(judge, warm)
     context = multiprocessing.get_context("fork")
     waiting, running = list(reversed(chosen)), {}
     results: dict[str, dict[str, Any]] = {}
@@ -62,7 +70,7 @@ def run(
         while waiting and len(running) < jobs:
             name = waiting.pop()
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(name, sender, round(limit)))
+            process = context.Process(target=_child, args=(judge, name, sender, round(limit)))
             process.start()
             sender.close()
             running[receiver] = (name, process, time.monotonic())
@@ -97,9 +105,9 @@ def _say(found: dict[str, Any], seconds: float) -> None:
     print(line.replace("\n", " ")[:400], file=sys.stderr, flush=True)
 
 
-def main() -> None:
+def main(names: Callable[[], list[str]] = names, judge: Judge = compare.judge, warm: tuple[str, ...] = WARM) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--names", nargs="*", help="model types; all where none is named")
+    parser.add_argument("--names", nargs="*", help="models; all where none is named")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of processor time for a model")
     parser.add_argument("--out", type=Path, help="a JSON file to write; results of other models in it stay")
@@ -111,7 +119,7 @@ def main() -> None:
         if asked.out is not None:
             asked.out.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
 
-    run(asked.names or names(), asked.jobs, asked.limit, keep)
+    run(asked.names or names(), asked.jobs, asked.limit, keep, judge, warm)
 
 
 if __name__ == "__main__":

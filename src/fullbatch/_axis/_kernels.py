@@ -1,7 +1,8 @@
-"""Operators that torch implements by copying the whole storage behind a view, written to copy what is read.
+"""Operators that torch implements in a way that is not right for a microbatch, written so that it is.
 
 `slice_scatter` and its kin clone `self` with its strides and everything between them. For a microbatch, a view of
-the whole batch, that would be a copy of the whole batch.
+the whole batch, that would be a copy of the whole batch. Normalisations read the memory of a batch of one in an order
+that its strides do not say.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fullbatch._axis._strides import restride
+from fullbatch._axis._strides import memory_order, restride, with_batch_stride
 
 aten = torch.ops.aten
 
@@ -50,10 +51,31 @@ def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: in
     return out
 
 
+def _group_norm(x: torch.Tensor, *rest: Any) -> Any:
+    x = with_batch_stride(x)
+    return aten.native_group_norm.default(x.contiguous(memory_format=memory_order(x)), *rest)
+
+
+def _group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+    x = with_batch_stride(x)
+    order = memory_order(x)
+    grad, x = (tensor.contiguous(memory_format=order) for tensor in (with_batch_stride(grad), x))
+    return aten.native_group_norm_backward.default(grad, x, *rest)
+
+
+def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+    return aten.native_batch_norm_backward.default(with_batch_stride(grad), with_batch_stride(x), *rest)
+
+
+# Of all operators on images these alone read memory by an order that they do not make themselves: at a batch of one,
+# whose stride may be any, or at gradients in another order than their inputs, they are wrong without a word.
 KERNELS: dict[Any, Any] = {
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
     aten.diagonal_scatter.default: _diagonal_scatter,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
 """What runs in place of an operator, everywhere."""
 
