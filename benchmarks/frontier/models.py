@@ -28,13 +28,13 @@ _TINY_VIT = {"side": 64, "width": 32, "layers": 2, "patch": 8, "classes": 10}
 
 MODELS: dict[str, Model] = {
     "resnet50": Model(
-        resnet50, _CONV, additive=False, full={"side": 160}, small={"side": 128, "width": 32}, tiny=_TINY_CHAIN
+        resnet50, _CONV, additive=False, batch=64, full={"side": 160}, small={"side": 128, "width": 32}, tiny=_TINY_CHAIN
     ),
     "yolo": Model(
-        yolo, _DETECTOR, additive=False, full={"side": 256}, small={"side": 128}, tiny={"side": 64, "width": 4}
+        yolo, _DETECTOR, additive=False, batch=64, full={"side": 256}, small={"side": 128}, tiny={"side": 64, "width": 4}
     ),
     "unet": Model(
-        unet, _UNET, additive=False, full={"side": 112}, small={"side": 96, "width": 16, "levels": 4},
+        unet, _UNET, additive=False, batch=64, full={"side": 112}, small={"side": 96, "width": 16, "levels": 4},
         tiny={"side": 32, "width": 4, "levels": 3},
     ),
     "unet3d": Model(
