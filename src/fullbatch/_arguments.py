@@ -1,14 +1,16 @@
-"""Checks of arguments that `Step`, `eager.Step` and `largest` share: each raises a named error, changes nothing."""
+"""Arguments that `Step`, `eager.Step` and `largest` take: each check raises a named error, and changes nothing."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
-from fullbatch._errors import BatchError, LossError, MemorySizeError, ModelError
+from fullbatch._errors import BatchError, LossError, MemorySizeError, ModelError, PlanError
 from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._memory._total import total_bytes
+from fullbatch._plan._plan import Plan
 from fullbatch._size import format_bytes, parse_bytes
 from fullbatch._tree import check_devices
 
@@ -56,3 +58,15 @@ def check_microbatch(microbatch: int | None, size: int) -> None:
             "The microbatch does not fit the batch.", got=f"microbatch={microbatch!r}",
             expected=f"an int from 1 to {size}, the samples in the batch", next=f"microbatch={max(1, size // 2)}",
         )  # fmt: skip
+
+
+def given_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    """The plan itself, or the one in that file. Raises PlanError."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, (str, os.PathLike)):
+        return Plan.load(plan)
+    raise PlanError.of(
+        "plan= is no plan.", got=f"{type(plan).__name__}: {plan!r:.80}",
+        expected="a fullbatch.Plan, or the path of a file that plan.save wrote", next='plan="plan.json"',
+    )  # fmt: skip

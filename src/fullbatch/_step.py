@@ -4,71 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fullbatch._arguments import check_callable, check_memory, check_microbatch
+from fullbatch._arguments import check_callable, check_memory, check_microbatch, given_plan
+from fullbatch._budget import Wanted
+from fullbatch._call import Call, PlannedOnly
 from fullbatch._capture._frontend import Frontend
 from fullbatch._capture._joint import Joint
 from fullbatch._capture._modules import traceable
-from fullbatch._captured import Captured, Request
-from fullbatch._eager_loss import EagerLoss, Generators, LossCall
-from fullbatch._errors import (
-    CaptureError,
-    FullbatchError,
-    PlanError,
-    VerifyError,
-    check_all,
-)
-from fullbatch._found import Left, Nest, Place, find, may_split, shape_of
-from fullbatch._found_call import Found, Program, buffers_back
+from fullbatch._captured import Captured
+from fullbatch._changes import Changes
+from fullbatch._eager_loss import EagerLoss
+from fullbatch._errors import CaptureError, VerifyError, check_all
+from fullbatch._found import Nest, may_split, shape_of
+from fullbatch._found_call import Found
 from fullbatch._hooks import refuse_hooks
 from fullbatch._memory._after import planned
-from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._memory._owned import optimizer_step, owned_bytes
 from fullbatch._plan._plan import Plan
 from fullbatch._prepared import Prepared, prepare
 from fullbatch._replay import Draws
 from fullbatch._resume import Progress
-from fullbatch._run._commit import Pending, commit, restore_generator, save_generator
+from fullbatch._run._commit import commit, restore_generator, save_generator
 from fullbatch._run._executor import Executor
 from fullbatch._run._inductor import check_compiler
 from fullbatch._scaler import SOURCE, scale_of
 from fullbatch._size import parse_bytes
-from fullbatch._split import Split, drawn_back, merge, split_of
-from fullbatch._tree import BatchShape, check_devices, find_batch, leaves, map_tensors, named_tensors, returned
-from fullbatch._undone import undone
+from fullbatch._split import Split, split_of
+from fullbatch._split_call import around, behind, seek
+from fullbatch._tree import check_devices, find_batch, leaves, named_tensors, returned
 from fullbatch._verify import Certificate, LastBatch, verify
-
-
-class _PlannedOnly(Exception):
-    """Leaves the captured call once its plan is known, before anything runs."""
-
-
-@dataclass
-class _Call:
-    """What the runner of a captured graph must know of the call that it serves."""
-
-    leaves: list[torch.Tensor]
-    shape: BatchShape
-    only_plan: bool
-    scale: torch.Tensor | None = None  # what the loss is multiplied by before the backward
-    drawn: Callable[[int, int, Any], None] | None = None  # receives what random operators draw
-    generator: bytes | None = None  # state of the default generator before the step, where it draws
-    pending: Pending | None = None
-    inputs: Sequence[torch.Tensor] = ()
-    plan: Plan | None = None
-    captured: Captured | None = None
-    executor: Executor | None = None  # of a forward whose loss is still to run
-    outputs: list[Any] = field(default_factory=list)  # what that forward returned
-    owned: Sequence[torch.Tensor] = ()  # of the batch, where `leaves` are arguments made of it
-    before: tuple[int, int] = (0, 0)  # bytes that making them keeps, and takes, besides
-    anew: bool = False  # planned for, whatever plan the step was given
 
 
 class Step:
@@ -139,16 +108,15 @@ class Step:
             lambda: check_callable(loss_fn, optimizer),
             lambda: check_memory(memory, model),
             lambda: check_microbatch(microbatch, find_batch(batch, batch_dims).size),
-            lambda: setattr(self, "_saved", _given(plan)),
+            lambda: setattr(self, "_saved", given_plan(plan)),
         )
         self._memory = None if memory is None else parse_bytes(memory)
         self._device, self._compile, self._timed = check_devices(model), compile, timed
         if compile:
             check_compiler(self._device)
-        self._frontend = self._frontend_of(self._captured_fn)
-        self._call: _Call | None = None
-        self._warned = False
-        self._changes: list[str] = []
+        self._frontend = Frontend(self._captured_fn, self._on_graph, forward_only=self._split is not None)
+        self._call: Call | None = None
+        self._changes = Changes()
         self._progress = Progress()
         self._plan = self._prepare(batch)
         self._last = LastBatch(batch)
@@ -255,9 +223,6 @@ class Step:
         given = {self._saved.batch: self._saved.microbatch} if self._saved is not None else {}
         self._progress.load(state, self._device, given, self._microbatch)
 
-    def _frontend_of(self, function: Callable[[Any, Any], Any]) -> Frontend:
-        return Frontend(function, self._on_graph, forward_only=self._split is not None)
-
     @property
     def _captured_fn(self) -> Callable[[Any, Any], Any]:
         """What is captured: `loss_fn`, or of a pair the forward."""
@@ -282,12 +247,13 @@ class Step:
         draws.join(call.captured.side(self._plan.microbatch).program, self._plan.schedule.samples)
         return result, call.captured.joint
 
-    def _finish(self, batch: Any, call: _Call) -> Any:
+    def _finish(self, batch: Any, call: Call) -> Any:
         try:
             result = self._invoke(batch, call)
             if call.executor is not None:
                 call.outputs, result = [result], None  # held in one place, to be let go once the loss has run
-                result = self._run_with_loss(batch, call)
+                assert self._split is not None
+                result = behind(self._split, batch, call)
             if call.pending is None or call.plan is None:
                 raise CaptureError.of(
                     "loss_fn ran without being captured.",
@@ -307,19 +273,6 @@ class Step:
             _, loss = loss
         return (loss, returned(aux)) if has_aux else loss
 
-    def _run_with_loss(self, batch: Any, call: _Call) -> tuple[torch.Tensor, Any, bool]:
-        """The step behind a captured forward that has returned its outputs, in which tensors are yet to be filled."""
-        split, captured, executor = self._split, call.captured, call.executor
-        assert split is not None and captured is not None and executor is not None
-        with torch.inference_mode(False), drawn_back(self._device):
-            loss = split.call(call.outputs.pop(), batch, self._device, call.scale, self._moved(call) is not None)
-            with torch.autocast(self._device.type, enabled=False):  # the graph says each conversion
-                call.pending = captured.run_with_loss(executor, call.inputs, loss, call.drawn)
-            merge(call.pending, loss)
-            split.began = loss.began
-        assert loss.result is not None
-        return loss.result
-
     # ---- one call
 
     def _prepare(self, batch: Any, anew: bool = False) -> Plan:
@@ -328,117 +281,64 @@ class Step:
         saved = self._saved.fingerprint if self._saved is not None else None
         if saved is not None and any(form.source == SOURCE for form in saved.inputs):
             call.scale = torch.ones((), device=self._device, dtype=torch.float32)
-        with contextlib.suppress(_PlannedOnly):
+        with contextlib.suppress(PlannedOnly):
             self._invoke(batch, call)
         assert call.plan is not None
         return call.plan
 
-    def _start(self, batch: Any, only_plan: bool) -> _Call:
+    def _start(self, batch: Any, only_plan: bool) -> Call:
         self._device = check_devices(self._model)
         refuse_hooks(self._model)
         shape = find_batch(batch, self._batch_dims)
-        return _Call([leaf for _, leaf in leaves(batch)], shape, only_plan)
+        return Call([leaf for _, leaf in leaves(batch)], shape, self._device, only_plan)
 
-    def _invoke(self, batch: Any, call: _Call) -> Any:
-        if isinstance(self._split, Found):
-            return self._around(self._split, batch, call)
-        try:
-            return self._capture(batch, call)
-        except CaptureError as error:
-            if self._split is not None or not may_split(error):
-                raise
-            self._split = self._found(error, batch, call)
-        return self._around(self._split, batch, call)
-
-    def _found(self, refusal: CaptureError, batch: Any, call: _Call) -> Found:
-        """Where a step that is refused can be split. Raises CaptureError, and leaves the step as it was."""
-        before, because = self._frontend, refusal.faults[0].got
-        batch = self._brought(batch, call)
-
-        def attempt(place: Place, nest: Nest) -> None:
-            trial = self._start(batch, only_plan=True)
-            trial.anew, trial.leaves = call.anew, list(shape_of(nest, place, batch, trial.shape)[0])
-            trial.shape = shape_of(nest, place, batch, trial.shape)[1]
-            self._split = Found(self._captured_fn, place, because)
-            self._frontend = self._frontend_of(self._split.forward)
+    def _invoke(self, batch: Any, call: Call) -> Any:
+        """What the captured call returns; a step that cannot be captured whole is split, from then on."""
+        if not isinstance(self._split, Found):
             try:
-                with contextlib.suppress(_PlannedOnly):
+                return self._capture(batch, call)
+            except CaptureError as error:
+                if self._split is not None or not may_split(error):
+                    raise
+                self._split = self._found(error, batch, call)
+        return around(self._split, self._model, batch, call, self._capture)
+
+    def _found(self, refusal: CaptureError, batch: Any, call: Call) -> Found:
+        """Where a step that is refused can be split. Raises CaptureError, and leaves the step as it was."""
+        before, batch = self._frontend, call.brought(batch)
+
+        def attempt(found: Found, nest: Nest) -> None:
+            trial = self._start(batch, only_plan=True)
+            trial.anew = call.anew
+            trial.leaves, trial.shape = shape_of(nest, found.place, batch, trial.shape)
+            self._split, self._frontend = found, Frontend(found.forward, self._on_graph, forward_only=True)
+            try:
+                with contextlib.suppress(PlannedOnly):
                     self._capture(nest, trial)
             finally:
                 self._split = None
 
         try:
-            with torch.inference_mode(False), torch.enable_grad(), undone(self._model, self._device):
-                place = find(self._captured_fn, self._model, batch, attempt, refusal)
+            return seek(self._captured_fn, self._model, batch, self._device, refusal, attempt)
         except BaseException:
             self._frontend = before
             raise
-        return Found(self._captured_fn, place, because)
 
-    def _around(self, found: Found, batch: Any, call: _Call) -> Any:
-        """One step whose loss_fn runs as it is, but for one call: that is captured."""
-        batch, shape, running = self._brought(batch, call), call.shape, list[Program]()
-        call.owned = [leaf for _, leaf in leaves(batch)]
-
-        def answer(nest: Nest) -> Any:
-            reached(nest)
-            call.leaves, call.shape = shape_of(nest, found.place, batch, shape)
-            call.before = found.before(batch) or (0, 0)
-            try:
-                outputs = self._capture(nest, call)
-            except _PlannedOnly:
-                raise Left from None
-            assert call.captured is not None and call.executor is not None
-            loss = LossCall(
-                None, None, (batch, nest), (), (), self._device, Generators.now(self._device), call.scale
-            )  # fmt: skip
-            turns = call.captured.turns_with_loss(call.executor, call.inputs, loss, call.drawn)
-            running.append(Program(turns, loss))
-            running[0].start()
-            return outputs
-
-        with contextlib.ExitStack() as stack:
-            for each in (torch.inference_mode(False), torch.enable_grad(), drawn_back(self._device),
-                         buffers_back(self._model, found.place)):  # fmt: skip
-                stack.enter_context(each)
-            try:
-                with found.counted(batch, self._device) as reached:
-                    box = [found.run(self._model, batch, self._device, answer)]
-                call.pending = running[0].finish(box)
-            except Left:
-                raise _PlannedOnly from None
-            finally:
-                for program in running:
-                    program.close()
-            loss = running[0].call
-            merge(call.pending, loss)
-            found.began, call.executor = loss.began, None
-        return loss.result
-
-    def _brought(self, batch: Any, call: _Call) -> Any:
-        """The batch on the model's device."""
-        moved = self._moved(call)
-        return batch if moved is None else map_tensors(lambda leaf: leaf.to(moved), batch)
-
-    def _capture(self, batch: Any, call: _Call) -> Any:
+    def _capture(self, batch: Any, call: Call) -> Any:
         """What is captured, called with `batch`: the whole step, or the part of it that is split."""
         captures = self._frontend.captures
         self._call = call
-        moved, scale = self._moved(call), None if self._split is not None else call.scale
+        moved, scale = call.moved, None if self._split is not None else call.scale
         try:
             with traceable(self._model):
                 result = self._frontend(self._model, batch, moved, scale)
         finally:
             self._call = None
             if self._frontend.captures == captures:
-                self._changes.clear()
+                self._changes.nothing()
             elif not call.only_plan:
-                self._note_change(batch, moved, scale)
+                self._changes.add(self._frontend.why(self._model, batch, moved, scale))
         return result
-
-    def _moved(self, call: _Call) -> torch.device | None:
-        """The device to bring batch tensors to, where one is elsewhere."""
-        return self._device if any(leaf.device != self._device for leaf in call.leaves) else None
 
     def _on_graph(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
         captured = Captured(
@@ -467,7 +367,7 @@ class Step:
             captured.count_before(*call.before)
         call.plan, executor = self._plan_for(captured, call)
         if call.only_plan:
-            raise _PlannedOnly
+            raise PlannedOnly
         if captured.eager is not None:  # what Dynamo makes of the outputs comes first, then the loss
             call.executor, call.inputs = executor, inputs
             return captured.begin()
@@ -478,55 +378,12 @@ class Step:
         call.inputs = inputs
         return outputs
 
-    def _plan_for(self, captured: Captured, call: _Call) -> tuple[Plan, Executor]:
-        owned = owned_bytes(
-            self._device, named_tensors(self._model, "parameters").values(),
-            named_tensors(self._model, "buffers").values(), [*call.owned, *call.leaves], self._optimizer,
-        ).total  # fmt: skip
-        budget, note = self._memory, ""
-        microbatch = self._microbatch
-        saved = self._saved
-        if saved is not None and budget is None and microbatch is None and saved.budget is None:
-            microbatch = saved.microbatch
-        elif budget is None and microbatch is None:
-            if captured.free_budget is None:  # found once a capture: what is free moves with every step
-                captured.free_budget = free_bytes(self._device) + owned
-            budget = captured.free_budget
-            note = f"budget: what is free now plus what the step owns, less a reserve of {RESERVE:.0%}"
-            if saved is not None and saved.budget is not None and saved.budget <= budget:
-                budget, note = saved.budget, "budget: that of the plan that was given"
-        if microbatch is not None:
-            microbatch = min(microbatch, call.shape.size)
-        elif saved is None:
-            microbatch = self._progress.pinned.get(call.shape.size)
-        request = Request(budget, microbatch, owned, note, saved, must_fit=call.only_plan and not call.anew)
-        parameters = named_tensors(self._model, "parameters").values()
+    def _plan_for(self, captured: Captured, call: Call) -> tuple[Plan, Executor]:
+        parameters, buffers = (named_tensors(self._model, which).values() for which in ("parameters", "buffers"))
+        tensors = [*call.owned, *call.leaves]
+        owned = owned_bytes(self._device, parameters, buffers, tensors, self._optimizer).total
+        wanted = Wanted(self._memory, self._microbatch, self._saved, self._progress.pinned)
+        must_fit = call.only_plan and not call.anew
+        request = wanted.request(captured, call.shape.size, self._device, owned, must_fit)
         after = optimizer_step(self._device, parameters, self._optimizer)
-        return planned(lambda: captured.plan(request), budget, owned, after)
-
-    def _note_change(self, batch: Any, moved: Any, scale: torch.Tensor | None) -> None:
-        """A value that changes at every call makes every call a capture: say so, once, by name."""
-        reasons = self._frontend.why(self._model, batch, moved, scale)
-        self._changes = [*self._changes[-2:], reasons[0] if reasons else ""]
-        recent = self._changes
-        if len(recent) == 3 and not self._warned and all(recent) and not any("mismatch" in why for why in recent):
-            self._warned = True
-            warnings.warn(
-                "fullbatch: the step was captured anew for each of its last calls, because a value that it reads "
-                f"changes: {recent[-1]}. Pass it as a tensor in the batch instead.",
-                stacklevel=4,
-            )
-
-
-def _given(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    if plan is None or isinstance(plan, Plan):
-        return plan
-    if isinstance(plan, (str, os.PathLike)):
-        return Plan.load(plan)
-    raise PlanError.of(
-        "plan= is no plan.", got=f"{type(plan).__name__}: {plan!r:.80}",
-        expected="a fullbatch.Plan, or the path of a file that plan.save wrote", next='plan="plan.json"',
-    )  # fmt: skip
-
-
-__all__ = ["FullbatchError", "Step"]
+        return planned(lambda: captured.plan(request), request.budget, owned, after)

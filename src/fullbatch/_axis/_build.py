@@ -349,7 +349,7 @@ class Builder:
                 return [convert(item) for item in arg]
             return arg
 
-        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        schema = _torch.schema(node.target).arguments
         args = {argument.name: convert(value) for argument, value in zip(schema, node.args, strict=False)}
         args |= {name: convert(value) for name, value in node.kwargs.items()}
         out = node.meta.get("val")

@@ -74,7 +74,7 @@ def template(node: fx.Node, view: NodeView, patch: dict[str, Any]) -> tuple[list
 
     merged = {**view.args, **patch}
     positional, keyword = [], {}
-    for argument in node.target._schema.arguments:  # type: ignore[union-attr]
+    for argument in _torch.schema(node.target).arguments:
         if argument.name not in merged:
             if not argument.kwarg_only and any(a.name in merged for a in _after(node, argument.name)):
                 positional.append(argument.default_value)
@@ -88,7 +88,7 @@ def template(node: fx.Node, view: NodeView, patch: dict[str, Any]) -> tuple[list
 
 
 def _after(node: fx.Node, name: str) -> list[Any]:
-    arguments = [argument for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
+    arguments = [argument for argument in _torch.schema(node.target).arguments if not argument.kwarg_only]
     position = [argument.name for argument in arguments].index(name)
     return arguments[position + 1 :]
 
@@ -113,7 +113,7 @@ def draws(node: fx.Node) -> bool:
 
 def draws_with(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """The same of an operator that is called with these arguments."""
-    names = [argument.name for argument in target._schema.arguments]
+    names = [argument.name for argument in _torch.schema(target).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if "dropout_p" in names:
         return bool(given.get("dropout_p", 0.0))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fullbatch import _dynamo, _torch
+from fullbatch import _torch
 from fullbatch._capture._sources import SEEDS, Source, seeds, source_of
 from fullbatch._capture._values import Guard, Known
 from fullbatch._capture._watch import Watch
@@ -130,7 +130,7 @@ class Frontend:
         try:
             with (
                 _torch.capture_settings(),
-                _dynamo.as_plain(self._known),
+                _torch.as_plain(self._known),
                 torch.inference_mode(False),
                 torch.enable_grad(),
             ):

@@ -13,6 +13,7 @@ step is captured anew, as for a number of Python's.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fullbatch import _dynamo, _torch
+from fullbatch import _torch
 from fullbatch._capture._asked import Answers
 from fullbatch._capture._constants import PURE, changes_argument, name_of
 from fullbatch._errors import CaptureError
@@ -42,6 +43,11 @@ _NUMPY = """
 """
 _OF_NUMPY = frozenset(_NUMPY.split())
 
+_COMPARISONS = {
+    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">=",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class _Read:
@@ -53,7 +59,7 @@ class _Read:
 
 
 class Known(Answers):
-    """What one capture knows; `_dynamo.Known`."""
+    """What one capture knows; `_torch.Known`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +84,7 @@ class Known(Answers):
     def _keep(self, node: fx.Node, truth: bool, value: Any) -> Any:
         if not any(read.node is node and read.truth is truth for read in self._reads):
             self._reads.append(_Read(node, truth, value))
-            _dynamo.keep(node)
+            _torch.keep_input(node)
         return value
 
     def guard(self, graph: fx.GraphModule) -> Guard | None:
@@ -156,10 +162,10 @@ def _value(node: fx.Node, of_batch: bool) -> Any:
 
 def _knowable(node: fx.Node, of_batch: bool) -> bool:
     if node.op == "placeholder":
-        tensor = _dynamo.example(node)
+        tensor = _torch.input_example(node)
         if tensor is None or not _integers(tensor) or tensor.numel() > LARGEST:
             return False
-        return of_batch or not _dynamo.source(node).startswith("L['batch']")
+        return of_batch or not _torch.input_source(node).startswith("L['batch']")
     example = node.meta.get("example_value")
     if isinstance(example, torch.Tensor) and not (_numbers(example.shape) and example.numel() <= LARGEST):
         return False
@@ -192,7 +198,7 @@ def _memory(node: fx.Node) -> list[int]:
 
 def _may_change(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory a node changes; all where that is not known."""
-    if node.op == "call_module" or _dynamo.may_write(node.target):
+    if node.op == "call_module" or _torch.may_write(node.target):
         return node.all_input_nodes
     if not changes_argument(node):
         return []
@@ -204,7 +210,7 @@ def _may_change(node: fx.Node) -> list[fx.Node]:
 def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     if node not in values:
         if node.op == "placeholder":
-            values[node] = _dynamo.example(node)
+            values[node] = _torch.input_example(node)
         else:
             args = fx.node.map_arg(node.args, lambda source: _computed(source, values))
             kwargs = fx.node.map_arg(node.kwargs, lambda source: _computed(source, values))
@@ -218,7 +224,7 @@ def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 def _of_a_draw(node: fx.Node) -> bool | None:
     """The truth of a comparison of `torch.rand` with a number that no draw can be below: a dropout of layers at 0."""
-    sign = _dynamo.COMPARISONS.get(node.target)
+    sign = _COMPARISONS.get(node.target)
     if sign is None or len(node.args) != 2 or node.kwargs:
         return None
     drawn, bound = node.args

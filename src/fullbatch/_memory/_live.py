@@ -94,7 +94,7 @@ def _has_inside(func: Any) -> bool:
     name = func.name().removeprefix("aten::").split(".")[0]
     if name in _PLAIN or name.startswith(("_foreach_", "_fused_")):  # loops of pointwise operators over everything
         return False
-    return torch.Tag.pointwise not in func.tags and any(not value.alias_info for value in func._schema.returns)
+    return torch.Tag.pointwise not in func.tags and any(not value.alias_info for value in _torch.schema(func).returns)
 
 
 def _inside(call: _Call, device: torch.device) -> int | None:

@@ -47,7 +47,7 @@ def _run_lbfgs(optimizer: torch.optim.LBFGS, like: torch.Tensor, history: int) -
     twin = with_parameters(optimizer, {id(like): x})
     slow = {} if twin.param_groups[0]["line_search_fn"] else {"lr": 1e-3}  # or it arrives before the history is full
     twin.param_groups[0].update(history_size=history, tolerance_change=0.0, tolerance_grad=-1.0, **slow)
-    twin._params, twin._numel_cache = [x], None
+    _torch.optimizes(twin, [x])
     live, during = Live(like.device, [x, x.grad]), 0
 
     def closure() -> float:

@@ -21,7 +21,6 @@ from fullbatch import _torch
 from fullbatch._head._head import linear_cross_entropy
 from fullbatch._plan._fingerprint import in_words
 
-_LINEAR = {F.linear, torch._C._nn.linear}
 _LINEAR_ARGS, _LOSS_ARGS = ("input", "weight", "bias"), tuple(inspect.signature(F.cross_entropy).parameters)
 _FLATTEN, _SAME, _SWAP = {"view", "reshape", "flatten"}, {"contiguous", "float"}, {"transpose", "permute"}
 
@@ -63,7 +62,7 @@ def _head_of(loss: fx.Node) -> Head | None:
     if not isinstance(target, fx.Node) or _example(target).dtype != torch.int64:
         return None
     between: list[fx.Node] = []
-    while isinstance(node, fx.Node) and len(node.users) == 1 and node.target not in _LINEAR:
+    while isinstance(node, fx.Node) and len(node.users) == 1 and node.target is not F.linear:
         between.insert(0, node)
         node = node.all_input_nodes[0] if _is_between(node) else None
     if not isinstance(node, fx.Node) or len(node.users) != 1:

@@ -45,7 +45,7 @@ class Fixed(_torch.DispatchMode):  # type: ignore[misc]
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Fused attention and recurrent kernels draw inside: their probability becomes zero."""
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(_torch.schema(func).arguments):
         if argument.name not in ("dropout_p", "dropout"):
             continue
         if argument.name in kwargs:
@@ -56,7 +56,7 @@ def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _argument(func: Any, args: Any, kwargs: Any, name: str, default: Any) -> Any:
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(_torch.schema(func).arguments):
         if argument.name == name:
             return kwargs.get(name, args[index] if index < len(args) else default)
     return default

@@ -1,14 +1,13 @@
-"""What TorchDynamo is made to capture that it refuses by itself: private interfaces, with reasons. Seen on torch 2.13.
+"""Numbers and answers that TorchDynamo is given, where it would refuse the step or ask. Seen on torch 2.13.
 
-Kept apart from `_torch.py` for its size alone. Each change below lets Dynamo see what plain PyTorch sees: a number that
-is known before the step runs, a context that changes nothing on this device, the answer to `is_compiling()`.
+Reason: Dynamo stops at a number that is in a tensor, though it is known before the step runs, and answers
+`is_compiling()` itself; no setting of it says otherwise. What is known says `Known`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dis
-import operator
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +19,10 @@ import torch._dynamo
 from torch import fx
 from torch._dynamo import symbolic_convert, variables
 from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.variables.ctx_manager import NullContextVariable
-from torch._dynamo.variables.functions import SkipFunctionVariable
-from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from fullbatch._torch._allowed import contexts, required_gradients, shared_arguments
+from fullbatch._torch._replace import handled, replaced
 
 
 class Known(Protocol):
@@ -46,34 +45,16 @@ def as_plain(known: Known) -> Iterator[None]:
         _answered(stack, known)
         _jumps(stack, known)
         _numbers(stack, known)
-        _leaves(stack)
-        _contexts(stack)
-        _shared_arguments(stack)
+        required_gradients(stack)
+        contexts(stack)
+        shared_arguments(stack)
         yield
 
 
-def _swap(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    kept = vars(owner)[name]
-    setattr(owner, name, value)
-    stack.callback(setattr, owner, name, kept)
-
-
-def _handled(stack: contextlib.ExitStack, handlers: dict[Any, Callable[..., Any]]) -> None:
-    table = TorchInGraphFunctionVariable._get_handlers()  # cached by torch: one table for the process
-    kept = {function: table.get(function) for function in handlers}
-
-    def restore() -> None:
-        for function, before in kept.items():
-            if before is None:
-                del table[function]
-            else:
-                table[function] = before
-
-    table.update(handlers)
-    stack.callback(restore)
-
-
-_OURS = tuple(str(Path(file).resolve().parent) + os.sep for file in (torch.__file__, __file__))
+# Folders of torch and of fullbatch.
+_OURS = tuple(
+    str(folder) + os.sep for folder in (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[1])
+)
 
 
 def _answered(stack: contextlib.ExitStack, known: Known) -> None:
@@ -90,7 +71,7 @@ def _answered(stack: contextlib.ExitStack, known: Known) -> None:
         tx.mark_inconsistent_side_effects()
         return variables.ConstantVariable.create(known.answer(_askers(tx)))
 
-    _handled(stack, dict.fromkeys(questions, answer))
+    handled(stack, dict.fromkeys(questions, answer))
 
 
 def _askers(tx: Any) -> tuple[CodeType, ...]:
@@ -123,12 +104,12 @@ _TABLES: list[list[Any]] = [
         symbolic_convert.InliningGeneratorInstructionTranslator,
     )
 ]
+
 _JUMPS = [
     code
     for code, name in enumerate(dis.opname)
     if "JUMP" in name and ("_IF_TRUE" in name or "_IF_FALSE" in name) and _TABLES[0][code] is not None
 ]
-
 
 _NOT = dis.opmap["UNARY_NOT"]
 
@@ -196,8 +177,8 @@ def _numbers(stack: contextlib.ExitStack, known: Known) -> None:
             kwargs = {key: _read(argument, known) for key, argument in kwargs.items()}
         return create(self, kind, target, args, kwargs, *more, **named)
 
-    _swap(stack, variables.TensorVariable, "method_item", method_item)
-    _swap(stack, OutputGraph, "create_proxy", create_proxy)
+    stack.enter_context(replaced(variables.TensorVariable, "method_item", method_item))
+    stack.enter_context(replaced(OutputGraph, "create_proxy", create_proxy))
 
 
 def _read(argument: Any, known: Known) -> Any:
@@ -216,111 +197,3 @@ def _read(argument: Any, known: Known) -> Any:
 
 
 _INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
-
-
-def _leaves(stack: contextlib.ExitStack) -> None:
-    """`requires_grad` set on a value of the step is in the graph, and no reason to refuse its outputs.
-
-    Dynamo refuses since AOTAutograd drops the flag of outputs; of these only the loss is differentiated, by parameters.
-    """
-    call = TorchInGraphFunctionVariable.call_function
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        wanted = kwargs.get("requires_grad")
-        if wanted is None or not wanted.is_python_constant() or wanted.as_python_constant() is not True:
-            return call(self, tx, args, kwargs)
-        made = call(self, tx, args, {key: value for key, value in kwargs.items() if key != "requires_grad"})
-        return made.call_method(tx, "requires_grad_", [], {}) if made.is_tensor() else made
-
-    _swap(stack, TorchInGraphFunctionVariable, "call_function", call_function)
-    _swap(stack, OutputGraph, "_check_requires_grad_intermediate_outputs", lambda self, rv, tx: None)
-    _unregistered(stack)
-
-
-def _unregistered(stack: contextlib.ExitStack) -> None:
-    """A tensor that the step made of an nn.Buffer is none itself: `module.buffer = buffer.to(dtype)` asks that."""
-    python_type = variables.TensorVariable.python_type
-
-    def of_step(self: Any) -> type:
-        kind: type = python_type(self)
-        return torch.Tensor if kind is torch.nn.Buffer and self.source is None else kind
-
-    _swap(stack, variables.TensorVariable, "python_type", of_step)
-
-
-def _contexts(stack: contextlib.ExitStack) -> None:
-    """Where there is no device, cuDNN's flags change nothing, and no stream of it is being captured."""
-    if not torch.xpu.is_available():
-        call = SkipFunctionVariable.call_function
-
-        def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            if self.value is torch.xpu.is_current_stream_capturing:
-                return variables.ConstantVariable.create(False)
-            return call(self, tx, args, kwargs)
-
-        _swap(stack, SkipFunctionVariable, "call_function", call_function)
-    if torch.cuda.is_available():
-        return
-
-    def flags(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return NullContextVariable()
-
-    def capturing(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return variables.ConstantVariable.create(False)
-
-    _handled(stack, {torch.backends.cudnn.flags: flags, torch.cuda.is_current_stream_capturing: capturing})
-
-
-def _shared_arguments(stack: contextlib.ExitStack) -> None:
-    """One tensor given twice to an `autograd.Function` is given as itself and as a view: gradients add up the same."""
-    apply = AutogradFunctionVariable.call_apply
-
-    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        seen: list[Any] = []
-        given = []
-        for argument in args:
-            if argument.is_tensor():
-                node = argument.as_proxy().node
-                if node in seen:
-                    argument = argument.call_method(tx, "view_as", [argument], {})
-                seen.append(node)
-            given.append(argument)
-        return apply(self, tx, given, kwargs)
-
-    _swap(stack, AutogradFunctionVariable, "call_apply", call_apply)
-
-
-def keep(node: fx.Node) -> None:
-    """Dynamo drops a graph input that nothing reads: one whose value was read as a number stays."""
-    with node.graph.inserting_after(node):
-        user = node.graph.call_method("detach", (node,))
-    user.meta = {key: node.meta[key] for key in ("example_value", "stack_trace") if key in node.meta}
-
-
-def example(placeholder: fx.Node) -> torch.Tensor | None:
-    """The tensor that the step was called with, for an input of the graph that Dynamo is making."""
-    argument = placeholder.meta.get("grapharg")
-    found = None if argument is None else argument.example
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def source(placeholder: fx.Node) -> str:
-    """Where Dynamo found an input of the graph that it is making, as a Python expression."""
-    return str(placeholder.meta["grapharg"].source.name)
-
-
-def may_write(target: Any) -> bool:
-    """Whether an operator writes into its arguments, or runs code of its own that may."""
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return True
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
-    return False
-
-
-COMPARISONS = {
-    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
-    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">=",
-}  # fmt: skip

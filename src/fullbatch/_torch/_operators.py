@@ -1,0 +1,68 @@
+"""Operators as they are run: what sees them, what they cost, asserts among them. Seen on torch 2.13.
+
+Reason: torch documents the operators, and what may look at them as an extension point, without names that are public.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+# Sees every operator that plain PyTorch runs; documented only as an extension point.
+DispatchMode = TorchDispatchMode
+
+
+# Leaves every dispatch mode, so that what runs inside is not seen by them; torch's own tracers use it.
+without_modes = _disable_current_modes
+
+# An operator of a captured graph, with one overload chosen; `torch.ops` has no public name for the class.
+OpOverload = torch._ops.OpOverload
+
+
+def schema(operator: Any) -> torch._C.FunctionSchema:
+    """Names, defaults and aliases of an operator's arguments and results; nothing public has the aliases."""
+    found: torch._C.FunctionSchema = operator._schema
+    return found
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """oneDNN is off. The public `torch.backends.mkldnn.flags` also sets TF32 and warns of it (2.13)."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def flops_of(target: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of one ATen call by torch's own counting formulas; 0 where it has none."""
+    formula = flop_registry.get(getattr(target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    try:
+        return int(formula(*args, **kwargs, out_val=out))
+    except Exception:  # a formula that does not know this overload must not stop planning
+        return 0
+
+
+def assert_on_device(condition: torch.Tensor) -> None:
+    """Fails on the device where `condition` is false, without waiting for it; a public check would wait."""
+    torch._assert_async(condition)
+
+
+# What `assert` on a tensor's value is in a captured graph: it raises on the device.
+asserts_on_device = torch._assert_async
+
+
+def profiler_running() -> bool:
+    """Whether a profiler is active; torch itself lets a second one end the first in silence."""
+    from torch.autograd import profiler
+
+    return bool(profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
