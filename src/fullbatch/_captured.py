@@ -30,6 +30,7 @@ from fullbatch._plan._frontier import Live, register
 from fullbatch._plan._plan import TIMED, Plan
 from fullbatch._plan._planner import Choice, Planner
 from fullbatch._plan._reduced import Price
+from fullbatch._plan._remembered import remembering
 from fullbatch._plan._restore import order_of
 from fullbatch._plan._side import Side
 from fullbatch._plan._stages import Stages, find_stages
@@ -222,7 +223,16 @@ class Captured:
                 if request.must_fit:
                     raise
                 note = ANEW
-        return self._planner.choose(room, request.microbatch, request.owned + besides), note
+        return self._searched(room, request, besides), note
+
+    def _searched(self, room: int | None, request: Request, besides: int) -> Choice:
+        def search() -> Choice:
+            return self._planner.choose(room, request.microbatch, request.owned + besides)
+
+        if room is None or self._timed or not self._measures:
+            return search()
+        programs = self._fingerprint(self._split).digest, self._fingerprint(self._whole).digest
+        return remembering(programs, self._split, self._whole, room, request.microbatch, self._device, search)
 
     def _adopted(self, saved: Plan, request: Request, besides: int) -> tuple[Choice, str]:
         side = self._whole if saved.whole else self._split

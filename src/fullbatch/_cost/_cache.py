@@ -1,9 +1,10 @@
-"""Costs that outlive the process, in one JSON file.
+"""What was learnt outlives the process: costs in one JSON file, plans in another.
 
-Running each operator once takes seconds for a large network, at every start of a training script. What was learnt is
-kept in `costs-v1.json`, in `$FULLBATCH_CACHE`, else `$XDG_CACHE_HOME/fullbatch`, else `~/.cache/fullbatch`. Keys name
-all that a cost depends on (`_keys`), so that another torch or machine finds none of them. Whatever is wrong with the
-file, costs are measured anew and the step goes on; one warning a process says so.
+Running each operator once and searching for a plan takes seconds for a large network, at every start of a training
+script. What was learnt is kept in `costs-v1.json` and `plans-v1.json`, in `$FULLBATCH_CACHE`, else
+`$XDG_CACHE_HOME/fullbatch`, else `~/.cache/fullbatch`. Keys name all that an entry depends on (`_keys`), so that
+another torch or machine finds none of them. Whatever is wrong with a file, its entries are made anew and the step goes
+on; one warning a process says so.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ except ImportError:  # Windows: there writers do not wait for each other, and th
 
 VERSION = 1
 NAME = f"costs-v{VERSION}.json"
+PLANS = f"plans-v{VERSION}.json"
 MOST_ENTRIES = 20_000
-"""Entries that a file keeps, of about 200 bytes each; the oldest make room."""
+"""Costs that a file keeps, of about 200 bytes each; the oldest make room."""
+MOST_PLANS = 100
+"""The same for plans, of about 10 KB each."""
 _WAIT = 2.0
 """Seconds to wait for another process that is writing."""
 
@@ -36,28 +40,35 @@ _warned = False
 
 def cost_file() -> CostFile | None:
     """The file of this process; None where FULLBATCH_CACHE is empty or `off`, or there is no home folder."""
-    path = _path()
-    if path is None:
-        return None
-    return _open.setdefault(path, CostFile(path))
+    return _file(NAME, MOST_ENTRIES)
 
 
-def _path() -> Path | None:
+def plan_file() -> CostFile | None:
+    """The same for plans."""
+    return _file(PLANS, MOST_PLANS)
+
+
+def _file(name: str, most: int) -> CostFile | None:
+    path = _path(name)
+    return None if path is None else _open.setdefault(path, CostFile(path, most))
+
+
+def _path(name: str) -> Path | None:
     chosen = os.environ.get("FULLBATCH_CACHE")
     if chosen is not None:
-        return None if chosen.strip().lower() in ("", "off") else Path(os.path.expanduser(chosen)).absolute() / NAME
+        return None if chosen.strip().lower() in ("", "off") else Path(os.path.expanduser(chosen)).absolute() / name
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # the XDG specification has a relative one ignored
-        return Path(base) / "fullbatch" / NAME
+        return Path(base) / "fullbatch" / name
     folder = os.path.expanduser("~")
-    return Path(folder) / ".cache" / "fullbatch" / NAME if os.path.isabs(folder) else None
+    return Path(folder) / ".cache" / "fullbatch" / name if os.path.isabs(folder) else None
 
 
 class CostFile:
     """What a file holds, read at the first question; `put` values are written by `flush`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, most: int | None = None) -> None:
+        self.path, self._most = path, MOST_ENTRIES if most is None else most
         self._entries: dict[str, Any] | None = None
         self._fresh: dict[str, str] = {}
         self._writable = True
@@ -98,7 +109,7 @@ class CostFile:
                 for key, value in self._fresh.items():
                     merged.pop(key, None)  # what is written again becomes the newest
                     merged[key] = value
-                for key in list(merged)[: max(len(merged) - MOST_ENTRIES, 0)]:
+                for key in list(merged)[: max(len(merged) - self._most, 0)]:
                     del merged[key]
                 _replace(self.path, merged)
         except OSError as error:
@@ -111,7 +122,7 @@ class CostFile:
         try:
             found = json.loads(self.path.read_bytes())
             if not isinstance(found, dict) or "version" not in found:
-                raise ValueError("it is no file of costs")
+                raise ValueError("it is no file of fullbatch")
             if found["version"] != VERSION:
                 raise ValueError(f"it is of version {found['version']!r}, not {VERSION}")
             entries = found.get("entries")
@@ -134,8 +145,8 @@ class CostFile:
             "written": "Set FULLBATCH_CACHE to a folder with room that you may write, or FULLBATCH_CACHE=off.",
         }
         warnings.warn(
-            f"fullbatch: the measured costs in {self.path} cannot be {done} ({cause}). "
-            f"Nothing is wrong with the step: costs are measured anew. {next[done]}",
+            f"fullbatch: the measured costs or plans in {self.path} cannot be {done} ({cause}). "
+            f"Nothing is wrong with the step: they are measured or made anew. {next[done]}",
             RuntimeWarning,
             stacklevel=2,
         )
