@@ -127,6 +127,10 @@ def test_where_nothing_fits_the_error_names_the_call_and_the_call_works() -> Non
     assert rows["a larger budget"].line == f"memory={least}"
     assert not rows["a larger budget"].fits
     assert rows["autocast to bfloat16"].fits
+    assert any(row.fits is False and row.plan is None for row in found.rows)
+    assert all((row.time or 0) > 0 for row in found.rows if row.peak is not None)
+    late = [row for row in found.rows if row.fits is False and row.plan is None]
+    assert all("time: at its least budget" in row.reason for row in late)
     plan = rows["autocast to bfloat16"].plan
     assert plan is not None
     assert plan.predicted_peak <= least - 1

@@ -20,9 +20,9 @@ class Proposal:
     the microbatch that all proposals are compared at, with nothing made again, and `saved` what that is below the
     present one's; for a line `memory=` or `microbatch=` it is that of its own plan, and below the present plan's.
     `least` is the least budget that a plan was found for, `saved_least` what that is below the present one's. `fits`:
-    whether a plan is within the budget; `plan` is that plan, and `time` its predicted time as a ratio to the present
-    one, both None where none fits (a line `memory=` or `microbatch=` always has its own). `reason`: why the change
-    could not be looked at, all numbers then None, or what else is to be known.
+    whether a plan is within the budget; `plan` is that plan, None where none fits (a line `memory=` or `microbatch=`
+    always has its own). `time`: the predicted time of that plan, else of the one for `least`, as a ratio to the present
+    one. `reason`: why the change could not be looked at, all numbers then None, or what else is to be known.
     """
 
     what: str
@@ -72,15 +72,16 @@ class Now:
     def compared(self, change: Change, made: Made) -> Proposal:
         step = made.step
         peak, reason = step.split(self.microbatch).peak, made.reason
-        plan, time = None, None
+        plan = None
         try:
             taken = step.within(self.budget)
         except BudgetError as error:
             least = error.smallest
+            time, reason = step.within(least).time / self.time, _and(reason, "time: at its least budget")
         else:
             least, plan, time = step.least(), taken.plan, taken.time / self.time
             if UNKNOWN in taken.plan.notes:
-                reason = "; ".join(part for part in (reason, UNKNOWN) if part)
+                reason = _and(reason, UNKNOWN)
         return Proposal(
             made.what or change.what, made.line, change.same, peak, self.peak - peak, least,
             self.least - least, plan is not None, time, reason, plan,
@@ -111,3 +112,7 @@ class Now:
             what, line, True, taken.peak, self.planned - taken.peak, self.least, 0, taken.peak <= self.budget,
             taken.time / self.time, reason, taken.plan,
         )  # fmt: skip
+
+
+def _and(reason: str, more: str) -> str:
+    return f"{reason}; {more}" if reason else more
