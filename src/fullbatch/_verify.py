@@ -59,6 +59,10 @@ class Certificate(Printed):
     autocast: tuple[torch.dtype, ...] = ()  # what autocast converted to in the comparison: nothing, in float64
     parameters: dict[str, float] = field(default_factory=dict, repr=False)
 
+    def __bool__(self) -> bool:
+        """`ok`: so that `assert step.verify()` says what it seems to say."""
+        return self.ok
+
     def __rich__(self) -> Table:
         title = "fullbatch certificate: " + ("the same gradient" if self.ok else "NOT the same gradient")
         table = Table(title=title, show_header=False, title_justify="left")

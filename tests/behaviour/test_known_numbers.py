@@ -180,3 +180,49 @@ def test_a_draw_that_decides_is_refused(bound: float, compare: Any) -> None:
 
     with pytest.raises(fullbatch.CaptureError):
         make(_captured(loss_fn), nn.Linear(3, 2))
+
+
+def _in_place(drawn: Tensor) -> Tensor:
+    drawn.sub_(0.5)
+    return drawn
+
+
+def _through_a_view(drawn: Tensor) -> Tensor:
+    drawn.view(1).mul_(-1)
+    return drawn
+
+
+def _by_index(drawn: Tensor) -> Tensor:
+    drawn[()] = -1
+    return drawn
+
+
+def _as_out(drawn: Tensor) -> Tensor:
+    torch.neg(drawn.clone(), out=drawn)
+    return drawn
+
+
+@pytest.mark.parametrize("change", [_in_place, _through_a_view, _by_index, _as_out])
+def test_a_draw_that_is_changed_before_it_decides_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return _layer_drop(model, batch, 0.0, lambda drawn, bound: change(drawn) < bound)
+
+    with pytest.raises(fullbatch.CaptureError):
+        make(_captured(loss_fn), nn.Linear(3, 2))
+
+
+def test_a_number_behind_a_branch_that_is_not_taken_is_not_asked_for() -> None:
+    table = torch.tensor([1, 2, 3, 4, 5])
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x, mask, ids = batch
+        out = model(x)
+        if mask.any() and (table[ids] > 4).any():
+            out = out * 2
+        return out.square().mean()
+
+    model, x = nn.Linear(3, 2), torch.randn(6, 3)
+    first = x, torch.ones(6, dtype=torch.bool), torch.tensor([0, 4, 1, 1, 1, 1])
+    step = make(loss_fn, model, first)
+    agrees(step, loss_fn, model, first)
+    agrees(step, loss_fn, model, (x, torch.zeros(6, dtype=torch.bool), torch.tensor([99, 0, 0, 0, 0, 0])))

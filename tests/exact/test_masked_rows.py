@@ -32,13 +32,20 @@ def _a_number(model: Any, ids: Tensor) -> Tensor:
     return x.square().mean()
 
 
+def _transposed(model: Any, ids: Tensor) -> Tensor:
+    """Through a view whose memory order a microbatch does not have."""
+    x = model.words(ids)
+    x.transpose(0, 1)[(ids == 2).T] = model.row.detach()
+    return model.out(x).square().mean()
+
+
 def _samples(model: Any, ids: Tensor) -> Tensor:
     x = model.words(ids)
     x[ids[:, 0] == 2] = model.row * x.detach().mean()
     return model.out(x).square().mean()
 
 
-@pytest.mark.parametrize("loss_fn", [_rows, _a_number, _samples])
+@pytest.mark.parametrize("loss_fn", [_rows, _a_number, _samples, _transposed])
 @pytest.mark.parametrize("present", [True, False])
 def test_it_is_exact(loss_fn: Any, present: bool) -> None:
     model = _Special().double()

@@ -3,7 +3,8 @@
 torch's CPU kernel for the statistics of a contiguous tensor (`batch_norm_update_stats`, as the forward of its own batch
 normalisation) goes through memory element by element: several times longer than it takes to read them. Here sums are
 taken of rows, by the vectorised kernels, of parts small enough to stay in a cache between their mean and their squares.
-Rows are added up in float64. So the result is as near to the true one as that of torch's kernel, which sums in float64.
+Rows are added up in float64. The variance is as near to the true one as that of torch's kernel, which sums in float64;
+the mean is so relative to the deviation of what was averaged.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ _FEW = 1 << 17
 
 
 def channel_moments(x: torch.Tensor) -> torch.Tensor:
-    """[2, channels]: mean and centred sum of squares of each channel of x [samples, channels, ...]."""
+    """[2, channels], float64: mean and centred sum of squares of each channel of x [samples, channels, ...].
+
+    In float64, since means of microbatches are subtracted from each other where they are merged: rounded to float32
+    that would cost the variance its digits where a channel's mean is far above its deviation.
+    """
     dtype = statistics_dtype(x.dtype)
     if x.device.type != "cpu":
         var, mean = torch.var_mean(x.to(dtype), [0, *range(2, x.dim())], correction=0)
     elif x.dim() > 2 and x.is_contiguous() and x.numel() >= _FEW:
         return _moments_of_rows(x.reshape(x.shape[0] * x.shape[1], -1), x.shape[1], dtype)
     else:
-        mean, var = torch.batch_norm_update_stats(x.to(dtype), None, None, 0.0)
-    return torch.stack([mean, var * (x.numel() // x.shape[1])])
+        exact = torch.float64 if x.numel() < _FEW else dtype
+        mean, var = torch.batch_norm_update_stats(x.to(exact), None, None, 0.0)
+    return torch.stack([mean, var * (x.numel() // x.shape[1])]).to(torch.float64)
 
 
 def _moments_of_rows(rows: torch.Tensor, channels: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,7 +42,7 @@ def _moments_of_rows(rows: torch.Tensor, channels: int, dtype: torch.dtype) -> t
     count = rows.numel() // channels
     centre = _by_channel(rows.sum(1, dtype=dtype), channels).div_(count).to(dtype)
     shift, squares = _sums_about(rows, centre.repeat(rows.shape[0] // channels).unsqueeze(1), channels)
-    return torch.stack([centre + shift / count, squares - shift * shift / count]).to(dtype)
+    return torch.stack([centre + shift / count, squares - shift * shift / count])
 
 
 def _sums_about(rows: torch.Tensor, centre: torch.Tensor, channels: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,7 +69,9 @@ def _batch_norm(builder: Builder, node: fx.Node, view: NodeView) -> bool:
     eps = float(view.args.get("eps", view.args.get("epsilon", 1e-5)))
     moments = _moments_of_channels(builder, x, vector, Partial(Reduction.MOMENTS, count // builder.batch))
     mean, var, invstd = builder.value(vector), builder.value(vector), builder.value(vector)
-    builder.emit(Kind.ONCE, _finish_moments, (Ref(0), count, eps), [moments], [mean, var, invstd], single=False)
+    builder.emit(
+        Kind.ONCE, _finish_moments, (Ref(0), count, eps, dtype), [moments], [mean, var, invstd], single=False
+    )  # fmt: skip
     weight, bias = view.tensor("weight"), view.tensor("bias")
     affine = _ids(builder, weight, bias)
     out = builder.value(meta, layout)
@@ -90,15 +92,15 @@ def _batch_norm(builder: Builder, node: fx.Node, view: NodeView) -> bool:
 
 
 def _moments_of_channels(builder: Builder, x: int, vector: torch.Tensor, how: Partial) -> int:
-    pair = vector.new_empty((2, *vector.shape))
+    pair = vector.new_empty((2, *vector.shape), dtype=torch.float64)
     partial = builder.value(pair, partial=True)
     builder.emit(Kind.LOCAL, channel_moments, (Ref(0),), [x], [partial])
     return builder.reduce(partial, pair, how, "batch normalisation: mean and variance of the whole batch")
 
 
-def _finish_moments(moments: torch.Tensor, count: int, eps: float) -> tuple[torch.Tensor, ...]:
+def _finish_moments(moments: torch.Tensor, count: int, eps: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     var = moments[1] / count
-    return moments[0].clone(), var, torch.rsqrt(var + eps)
+    return moments[0].to(dtype, copy=True), var.to(dtype, copy=True), torch.rsqrt(var + eps).to(dtype)
 
 
 def _normalise(x: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float) -> Any:

@@ -67,9 +67,18 @@ def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any
     return aten.native_batch_norm_backward.default(with_batch_stride(grad), with_batch_stride(x), *rest)
 
 
+def _view(x: torch.Tensor, size: list[int]) -> Any:
+    """A view of the whole batch need not be one of a microbatch, whose memory may lie in another order."""
+    try:
+        return aten.view.default(x, size)
+    except RuntimeError:
+        return x.reshape(size)
+
+
 # Of all operators on images these alone read memory by an order that they do not make themselves: at a batch of one,
 # whose stride may be any, or at gradients in another order than their inputs, they are wrong without a word.
 KERNELS: dict[Any, Any] = {
+    aten.view.default: _view,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
     aten.diagonal_scatter.default: _diagonal_scatter,

@@ -122,9 +122,16 @@ class Guard:
         self.expected = tuple(repr(read.value) for read in reads)
 
     def values(self, inputs: Sequence[Any]) -> tuple[str, ...]:
-        """What the numbers are for these inputs, written out: one that is not a number is then equal to itself."""
-        with torch.no_grad():
-            found = self._graph(*inputs)
+        """What the numbers are for these inputs, written out: one that is not a number is then equal to itself.
+
+        Where one cannot be computed, none are known: the code that reads it may lie behind a branch that another number
+        does not take any more.
+        """
+        try:
+            with torch.no_grad():
+                found = self._graph(*inputs)
+        except Exception:  # whatever an operator says of its operands
+            return ()
         return tuple(
             repr(bool(tensor) if truth else tensor.item()) for tensor, truth in zip(found, self._truths, strict=True)
         )
@@ -229,6 +236,8 @@ def _of_a_draw(node: fx.Node) -> bool | None:
         return None
     drawn, bound = node.args
     if not isinstance(drawn, fx.Node) or drawn.target is not torch.rand or not isinstance(bound, (int, float)):
+        return None
+    if set(drawn.users) != {node}:  # something else has it, and may have changed it
         return None
     if bound > 0 or (bound == 0 and sign in ("<=", ">")):
         return None

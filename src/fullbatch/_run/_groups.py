@@ -41,7 +41,9 @@ def may_fuse(task: Task) -> bool:
     if task.kind is not Kind.LOCAL or task.random or kernel is None or not task.inputs:
         return False
     fn: Any = kernel.fn
-    if isinstance(fn, _torch.OpOverload) and (task.view or torch.Tag.pointwise in fn.tags):
+    if task.view and kernel.name.startswith("aten."):
+        return True
+    if isinstance(fn, _torch.OpOverload) and torch.Tag.pointwise in fn.tags:
         return True
     return kernel.name.removesuffix(".default") in _NAMES
 
