@@ -4,6 +4,9 @@ Each sample is a sentence of its own length. The model pools its words with weig
 sentences with another head than long ones. Values decide both, so that `fullbatch.Step` refuses the model.
 `fullbatch.eager.Step` runs it in plain microbatches, each weighted by the count of what it holds.
 
+With BatchNorm in it the samples meet, which no microbatch sees: that is refused, and with `allow_inexact=True` computed
+within microbatches and named.
+
     python examples/data_dependent.py
 """
 
@@ -82,5 +85,21 @@ def train(steps: int = 30, size: int = 32) -> list[float]:
     return losses
 
 
+def coupled(size: int = 32) -> fullbatch.eager.Step:
+    """The same with BatchNorm: refused first, then a step whose plan says what differs from the whole batch."""
+    torch.manual_seed(0)
+    model = Reader()
+    model.blocks.insert(2, nn.Sequential(nn.Flatten(1), nn.BatchNorm1d(LONGEST * 32), nn.Unflatten(1, (LONGEST, 32))))
+    batch = make_batch(size, torch.Generator().manual_seed(0))
+    try:
+        fullbatch.eager.Step(loss_fn, model, batch, microbatch=8)
+    except fullbatch.FullbatchError as error:
+        print(f"refused: {error}")
+    step = fullbatch.eager.Step(loss_fn, model, batch, microbatch=8, allow_inexact=True)
+    print(f"allowed: exact {step.plan.exact}, {step.plan.inexact}")
+    return step
+
+
 if __name__ == "__main__":
     train()
+    coupled()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fullbatch._errors import BatchError, LossError, MemorySizeError, ModelError, PlanError
+from fullbatch._errors import BatchError, Fault, LossError, MemorySizeError, ModelError, PlanError, check_all
 from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._memory._total import total_bytes
 from fullbatch._plan._plan import Plan
@@ -17,16 +17,54 @@ from fullbatch._tree import check_devices
 
 def check_callable(loss_fn: Any, optimizer: Any) -> None:
     """Raises LossError or ModelError where `loss_fn` is no function (or pair of them), or `optimizer` not of torch."""
+    check_all(lambda: _check_function(loss_fn), lambda: check_optimizers(optimizer))
+
+
+def _check_function(loss_fn: Any) -> None:
     if not callable(loss_fn) and not isinstance(loss_fn, (tuple, list)):
         raise LossError.of(
             "loss_fn is not a function.", got=f"{type(loss_fn).__name__}: {loss_fn!r:.80}",
             expected="a function of (model, batch)", next="fullbatch.Step(loss_fn, model, batch)",
         )  # fmt: skip
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ModelError.of(
-            "The optimizer is not one of torch.", got=f"{type(optimizer).__name__}: {optimizer!r:.80}",
-            expected="a torch.optim.Optimizer, or None", next="optimizer=torch.optim.AdamW(model.parameters())",
-        )  # fmt: skip
+
+
+def check_optimizers(optimizer: Any) -> None:
+    """Raises ModelError where `optimizer` is none of torch's, nor a list or tuple of some, each once."""
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return
+    if not isinstance(optimizer, (list, tuple)):
+        raise ModelError(_no_optimizer("The optimizer", optimizer, "optimizer=torch.optim.AdamW(model.parameters())"))
+    line = "optimizer=[torch.optim.AdamW(model.parameters())]"
+    if not optimizer:
+        raise ModelError.of("optimizer= is empty.", got=repr(optimizer), expected="one or more optimizers", next=line)
+    faults = []
+    for at, one in enumerate(optimizer):
+        first = _first_at(optimizer, one)
+        if not isinstance(one, torch.optim.Optimizer):
+            faults.append(_no_optimizer(f"optimizer[{at}]", one, line))
+        elif first < at:
+            faults.append(_again(at, first, one))
+    if faults:
+        raise ModelError(*faults)
+
+
+def _first_at(optimizers: Any, one: Any) -> int:
+    """Where `one` itself first stands."""
+    return next(at for at, other in enumerate(optimizers) if other is one)
+
+
+def _again(at: int, first: int, one: Any) -> Fault:
+    return Fault(
+        f"optimizer[{at}] is optimizer[{first}] again.", got=f"the same {type(one).__name__} twice",
+        expected="each optimizer once: its state is there once", next="optimizer=list(dict.fromkeys(optimizers))",
+    )  # fmt: skip
+
+
+def _no_optimizer(name: str, got: Any, next: str) -> Fault:
+    return Fault(
+        f"{name} is not one of torch.", got=f"{type(got).__name__}: {got!r:.80}",
+        expected="a torch.optim.Optimizer, a list or tuple of them, or None", next=next,
+    )  # fmt: skip
 
 
 def check_memory(memory: int | str | None, model: Any) -> None:

@@ -31,8 +31,10 @@ from fullbatch._plan._plan import TIMED, Plan
 from fullbatch._plan._planner import Choice, Planner
 from fullbatch._plan._reduced import Price
 from fullbatch._plan._remembered import remembering
-from fullbatch._plan._restore import order_of
+from fullbatch._plan._restore import order_of, restore
+from fullbatch._plan._schedule import microbatches
 from fullbatch._plan._side import Side
+from fullbatch._plan._simulate import simulate
 from fullbatch._plan._stages import Stages, find_stages
 from fullbatch._run._commit import Pending
 from fullbatch._run._executor import RANDOM_BYTES, Executor
@@ -51,6 +53,7 @@ class Request:
     note: str = ""
     saved: Plan | None = None  # a plan to use instead of planning
     must_fit: bool = False  # whether it is an error where that plan is not for this
+    like: Plan | None = None  # a plan whose order to follow in another dtype, where the program has the same tasks
 
 
 _SECONDS = 10.0
@@ -69,10 +72,13 @@ class _Planned:
     choice: Choice
     executor: Executor
     plan: Plan
+    like: Plan | None
 
-    def serves(self, room: int | None, microbatch: int | None) -> bool:
+    def serves(self, room: int | None, request: Request) -> bool:
         """Whether the plan is as good for this much room: it fits, and was made for nearly as much."""
-        if microbatch != self.microbatch or (room is None) != (self.room is None):
+        if request.microbatch != self.microbatch or (room is None) != (self.room is None):
+            return False
+        if request.like is not self.like:
             return False
         if room is None or self.room is None:
             return True
@@ -197,12 +203,13 @@ class Captured:
         besides = self._besides
         room = None if request.budget is None else request.budget - request.owned - besides
         for planned in reversed(self._planned):
-            if planned.serves(room, request.microbatch):
+            if planned.serves(room, request):
                 break
         else:
             choice, note = self._choose(room, request, besides)
             executor = Executor(choice.program, choice.schedule, compile=self._compile)
-            planned = _Planned(room, request.microbatch, choice, executor, self._describe(choice, request, note))
+            described = self._describe(choice, request, note)
+            planned = _Planned(room, request.microbatch, choice, executor, described, request.like)
         self._planned = [*(other for other in self._planned if other is not planned), planned][-_PLANS:]
         plan = planned.plan
         if plan.owned != request.owned or plan.budget != request.budget:
@@ -216,6 +223,9 @@ class Captured:
     def _choose(self, room: int | None, request: Request, besides: int) -> tuple[Choice, str]:
         """The choice for `request`, and a note on the plan that came with it."""
         note = ""
+        followed = None if request.like is None else self._followed(request.like, request.microbatch)
+        if followed is not None:
+            return followed, note
         if request.saved is not None:
             try:
                 return self._adopted(request.saved, request, besides)
@@ -233,6 +243,21 @@ class Captured:
             return search()
         programs = self._fingerprint(self._split).digest, self._fingerprint(self._whole).digest
         return remembering(programs, self._split, self._whole, room, request.microbatch, self._device, search)
+
+    def _followed(self, like: Plan, microbatch: int | None) -> Choice | None:
+        """The schedule in the order of `like`, a plan of this step in another dtype; None where its tasks differ."""
+        side, size, batch = self._whole if like.whole else self._split, microbatch, self.program.batch
+        if size is None or like.whole != (size == batch):
+            return None
+        try:
+            schedule = restore(side.program, side.stages, like.order, microbatches(batch, size))
+        except PlanError:
+            return None
+        cost = side.exact(size)
+        simulated = simulate(side.program, schedule, cost or side.estimate)
+        return Choice(
+            side.program, side.stages, schedule, simulated, size, cost is not None, like.overhead, 0.0, like.whole
+        )  # fmt: skip
 
     def _adopted(self, saved: Plan, request: Request, besides: int) -> tuple[Choice, str]:
         side = self._whole if saved.whole else self._split

@@ -18,9 +18,10 @@ from fullbatch._eager_loss import Generators, LossCall, Turns
 from fullbatch._errors import LossError
 from fullbatch._found import Nest, Place, Trap, all_modules, check_call
 from fullbatch._memory._measure import counting
+from fullbatch._put_back import replace
 from fullbatch._run._commit import Pending
 from fullbatch._split import Function, Split
-from fullbatch._tree import leaves
+from fullbatch._tree import leaves, named_tensors
 
 
 class Found(Split):
@@ -31,7 +32,9 @@ class Found(Split):
         self.loss_fn, self.place = loss_fn, place
         self.note = (
             f"loss_fn cannot be captured whole (at {because}): the call {place.title}(...) is captured and runs in "
-            f"microbatches, the rest of loss_fn runs as it is, on the whole batch (the call is at {place.line})"
+            f"microbatches, the rest of loss_fn runs as it is, on the whole batch (the call is at {place.line}); "
+            "the code before it also runs on the example when the step is made or prepared: what it changes in model "
+            "and batch is put back, other state of Python's (closures, iterators) is not"
         )
         self._first: Generators | None = None  # when loss_fn began, in the last run
         self._before: dict[Any, tuple[int, int]] = {}
@@ -179,15 +182,18 @@ class Program:
 
 
 @contextlib.contextmanager
-def buffers_back(model: Any, place: Place) -> Iterator[None]:
-    """Where what it surrounds raises, buffers that it changed outside of the captured call are as before."""
-    captured = {id(module) for module in place.module(model).modules()}
-    others = [module for module in all_modules(model) if id(module) not in captured]
-    kept = [(one, one.clone()) for module in others for one in module.buffers(recurse=False)]
+def buffers_back(model: Any) -> Iterator[None]:
+    """Where what it surrounds raises, buffers that it changed or assigned are as before."""
+    tables = [(table, dict(table)) for table in (module.__dict__["_buffers"] for module in all_modules(model))]
+    kept = [(one, one.detach(), one.clone()) for one in named_tensors(model, "buffers").values()]
     try:
         yield
     except BaseException:
         with torch.no_grad():
-            for one, old in kept:
-                one.copy_(old)
+            for table, old in tables:
+                table.clear()
+                table.update(old)
+            for one, place, numbers in kept:
+                replace(one, place)
+                one.copy_(numbers)
         raise

@@ -1,12 +1,26 @@
-"""Hooks that a captured step would skip in silence are refused by name."""
+"""Hooks that a captured step would skip in silence are refused by name; so are modes under which none is captured."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fullbatch import _torch
-from fullbatch._errors import Fault, ModelError
+from fullbatch._errors import CaptureError, Fault, ModelError
 from fullbatch._tree import modules
+
+
+def refuse_modes() -> None:
+    """Raises CaptureError naming each dispatch mode around the call: a step cannot be captured under one.
+
+    One that is captured already would show it the operators of microbatches and recomputes.
+    """
+    if around := _torch.modes_around():
+        raise CaptureError.of(
+            "A step cannot be captured under a dispatch mode (TorchDispatchMode), which sees every operator.",
+            got=", ".join(around),
+            expected="Step made and called outside of it",
+            next="leave the mode before step(batch); what it is to see is loss_fn(model, batch) by itself",
+        )
 
 
 def refuse_hooks(model: Any) -> None:

@@ -9,15 +9,17 @@ returns (`_search`); and what it returns has run, measured, within the memory (`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from fullbatch._arguments import check_memory
+from fullbatch._arguments import check_memory, check_optimizers
 from fullbatch._errors import BatchError, LossError, check_all
 from fullbatch._memory._free import RESERVE, free_bytes
+from fullbatch._memory._twin import Optimizers
 from fullbatch._printed import Printed
 from fullbatch._size import format_bytes, parse_bytes
 from fullbatch._sized import Axis, Sizes, check_axis
@@ -68,14 +70,15 @@ def largest(
     axis: Axis = "batch",
     multiple_of: int = 1,
     most: int = 4096,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     batch_dims: Any = None,
 ) -> Largest:
     """The largest batch (or image side, or length) that fits, for plain PyTorch and for `fullbatch.Step`.
 
     Bytes of a size are predicted without running it; the size that is returned was run, and its measured peak is within
-    `memory`. Nothing is left of the runs: gradients, buffers and default generators are as before, hooks on parameters
-    do not run, `optimizer.step()` is predicted and not run. For one `memory` the answer is always the same. Where bytes
+    `memory`. Nothing is left of the runs: weights, gradients, buffers, attributes of modules, the example and default
+    generators are as before, hooks on parameters do not run, `optimizer.step()` is predicted and not run. State of
+    Python's outside of the model (a counter in a closure) is as `loss_fn` leaves it. For one `memory` the answer is always the same. Where bytes
     grow with the size there is no larger one: the next size is predicted not to fit, or was run and did not.
 
     Args:
@@ -88,7 +91,7 @@ def largest(
             but for what the model does with them (valid words).
         multiple_of: sizes are multiples of this, and for a function the search begins with it.
         most: no larger size is asked for. A planned step's batch has no end but that of its own tensors.
-        optimizer: counted, as in `Step`.
+        optimizer: counted, as in `Step`: one, or a list or tuple of them.
         batch_dims: as in `Step`.
 
     Raises:
@@ -101,6 +104,7 @@ def largest(
         lambda: _check_sizes(multiple_of, most),
         lambda: check_memory(memory, model),
         lambda: _check_function(loss_fn),
+        lambda: check_optimizers(optimizer),
     )
     device = check_devices(model)
     budget, notes = _budget(memory, model, device, optimizer)
@@ -115,7 +119,7 @@ def largest(
 
 
 def _budget(
-    memory: int | str | None, model: Any, device: torch.device, optimizer: torch.optim.Optimizer | None
+    memory: int | str | None, model: Any, device: torch.device, optimizer: Optimizers | None
 ) -> tuple[int, list[str]]:
     """Bytes to stay within, and a note where they are not those that were asked for: what is run must be able to."""
     free = free_bytes(device) + owned_by(model, device, None, optimizer)

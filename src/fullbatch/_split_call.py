@@ -18,9 +18,10 @@ from fullbatch._eager_loss import Generators, LossCall
 from fullbatch._errors import CaptureError
 from fullbatch._found import Left, Nest, Place, find, shape_of
 from fullbatch._found_call import Found, Program, buffers_back
+from fullbatch._put_back import unwatched, watched
 from fullbatch._split import Function, Split, drawn_back, merge
 from fullbatch._tree import leaves
-from fullbatch._undone import undone
+from fullbatch._undone import undone_code
 
 Result = tuple[torch.Tensor, Any, bool]
 """(loss, aux, has_aux) of a step."""
@@ -45,12 +46,15 @@ def around(found: Found, model: Any, batch: Any, call: Call, capture: Callable[[
     batch, running = call.brought(batch), list[Program]()
     call.owned = [leaf for _, leaf in leaves(batch)]
     with contextlib.ExitStack() as stack:
-        for each in (torch.inference_mode(False), torch.enable_grad(), drawn_back(call.device),
-                     buffers_back(model, found.place)):  # fmt: skip
+        for each in (torch.inference_mode(False), torch.enable_grad(), drawn_back(call.device)):
             stack.enter_context(each)
+        if call.only_plan:  # loss_fn runs up to the call, and is left there
+            stack.enter_context(undone_code(model, call.device, batch))
+        reached = stack.enter_context(found.counted(batch, call.device))
+        stack.enter_context(buffers_back(model))  # counted as what the code before the call keeps
+        answer = _answering(found, batch, call, capture, reached, running)
         try:
-            with found.counted(batch, call.device) as reached:
-                answer = _answering(found, batch, call, capture, reached, running)
+            with watched():
                 box = [found.run(model, batch, call.device, answer)]
             call.pending = running[0].finish(box)
         except Left:
@@ -72,6 +76,10 @@ def _answering(
     shape = call.shape
 
     def answer(nest: Nest) -> Any:
+        with unwatched():
+            return answered(nest)
+
+    def answered(nest: Nest) -> Any:
         reached(nest)
         call.leaves, call.shape = shape_of(nest, found.place, batch, shape)
         call.before = found.before(batch) or (0, 0)
@@ -101,8 +109,9 @@ def seek(
     because = refusal.faults[0].got
 
     def tried(place: Place, nest: Nest) -> None:
-        attempt(Found(loss_fn, place, because), nest)
+        with unwatched():
+            attempt(Found(loss_fn, place, because), nest)
 
-    with torch.inference_mode(False), torch.enable_grad(), undone(model, device):
+    with torch.inference_mode(False), torch.enable_grad(), undone_code(model, device, batch), watched():
         place = find(loss_fn, model, batch, tried, refusal)
     return Found(loss_fn, place, because)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from fullbatch._capture._joint import Joint
 from fullbatch._capture._modules import traceable
 from fullbatch._captured import Captured
 from fullbatch._changes import Changes
+from fullbatch._closure import closure_of
 from fullbatch._eager_loss import EagerLoss
 from fullbatch._errors import CaptureError, VerifyError, check_all
 from fullbatch._found import Nest, may_split, shape_of
 from fullbatch._found_call import Found
-from fullbatch._hooks import refuse_hooks
+from fullbatch._hooks import refuse_hooks, refuse_modes
 from fullbatch._memory._after import planned
 from fullbatch._memory._owned import optimizer_step, owned_bytes
+from fullbatch._memory._twin import each_of
 from fullbatch._plan._plan import Plan
 from fullbatch._prepared import Prepared, prepare
 from fullbatch._replay import Draws
@@ -50,7 +53,11 @@ class Step:
     Args:
         loss_fn: `loss_fn(model, batch) -> loss` or `(loss, aux)`, a scalar and any nest of tensors. Where it cannot be
             captured whole its call of the model is, and the rest runs as it is, on the whole batch; the plan says so.
-            The code before that call then runs on the example as well, to know what the model is given. Or a pair
+            The code before that call then runs on the example when the step is made (and when a shape is prepared, or
+            looked at by `propose` or `largest`), to know what the model is given. What it changes in the model (weights,
+            gradients, buffers, modes, attributes of modules) and in the batch's tensors is put back, and so are the
+            default generators; state outside of the model is not: a counter in a closure has counted, an iterator has
+            moved on. Or a pair
             `(forward, loss)` where the loss depends on the data in shape or order (matching, `x[mask]`, `.item()`):
             `forward(model, batch) -> outputs`, any nest of tensors, is captured and split; `loss(outputs, batch)`
             returns the loss or `(loss, aux)`, and runs as it is, once a step, on the outputs of the whole batch. It may
@@ -62,7 +69,8 @@ class Step:
             and everything allocated while the step runs.
         microbatch: samples a microbatch, instead of or besides a budget.
         optimizer: counted in the budget with the state that it has or will have. Its own step is held against the same
-            budget: what it allocates besides (`step.plan` says so where that sets the peak).
+            budget: what it allocates besides (`step.plan` says so where that sets the peak). Or a list or tuple of
+            optimizers, which step one after another: the state of all, and the most that any allocates.
         batch_dims: which dimension of each tensor carries the batch, where the leading one is not it: a nest like the
             batch, of dimensions and None.
         plan: a plan, or the path of one that `step.plan.save` wrote, to use instead of planning. It must be for this
@@ -92,15 +100,16 @@ class Step:
         *,
         memory: int | str | None = None,
         microbatch: int | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         batch_dims: Any = None,
         plan: Plan | str | os.PathLike[str] | None = None,
         compile: bool = False,
         timed: bool = False,
     ) -> None:
-        self._loss_fn, self._model, self._optimizer, self._batch_dims = loss_fn, model, optimizer, batch_dims
+        self._loss_fn, self._model, self._batch_dims = loss_fn, model, batch_dims
         self._microbatch = microbatch
         self._saved: Plan | None = None
+        self._like: Plan | None = None  # of a twin in another dtype: the plan whose order it follows
         self._split: Split | None = None
         check_all(
             lambda: check_devices(model),
@@ -110,6 +119,7 @@ class Step:
             lambda: check_microbatch(microbatch, find_batch(batch, batch_dims).size),
             lambda: setattr(self, "_saved", given_plan(plan)),
         )
+        self._optimizers = each_of(optimizer)
         self._memory = None if memory is None else parse_bytes(memory)
         self._device, self._compile, self._timed = check_devices(model), compile, timed
         if compile:
@@ -148,6 +158,10 @@ class Step:
     def verify(self, batch: Any = None, dtype: torch.dtype | None = torch.float64) -> Certificate:
         """Runs the plain step and the planned one on copies and compares loss, every gradient and every buffer.
 
+        `loss_fn` runs several times for it. Model, batch and generators stay as they are; state of Python's that it
+        changes outside of the model (a counter or a running mean in a closure, an iterator) is changed by that, and the
+        next step reads it so.
+
         Args:
             batch: what to compare on; None: the last batch, if it is still alive. As many of its samples are used as
                 fit for the plain step.
@@ -167,25 +181,15 @@ class Step:
         with contextlib.ExitStack() as stack:
             split = self._split
             plain = self._captured_fn if split is None else stack.enter_context(split.trial(self._model))
-            return verify(self._twin_step, plain, self._model, batch, shape, self._plan.microbatch, dtype, need)
+            return verify(self._twin_step, plain, self._model, batch, shape, self._plan, dtype, need)
 
     def closure(self, batch: Any) -> Callable[[], torch.Tensor]:
         """What an optimizer that evaluates the loss again calls: `optimizer.step(step.closure(batch))`, as LBFGS needs.
 
-        Each call of it clears the gradients of the model and of the step's optimizer, runs one step, and returns the
+        Each call of it clears the gradients of the model and of the step's optimizers, runs one step, and returns the
         loss, detached; `aux` is dropped. It is a step in all else: buffers move, and dropout draws new masks.
         """
-
-        def evaluate() -> torch.Tensor:
-            for parameter in named_tensors(self._model, "parameters").values():
-                parameter.grad = None
-            if self._optimizer is not None:
-                self._optimizer.zero_grad()
-            found = self(batch)
-            loss: torch.Tensor = found[0] if isinstance(found, tuple) else found
-            return loss
-
-        return evaluate
+        return closure_of(self, self._model, self._optimizers, batch)
 
     def prepare(self, batches: Iterable[Any]) -> Prepared:
         """Captures and plans each distinct shape of a batch, and runs nothing: the worst is known before training.
@@ -234,6 +238,7 @@ class Step:
     def _twin_step(self, model: Any, batch: Any, microbatch: int) -> Step:
         settings: dict[str, Any] = {"batch_dims": self._batch_dims, "compile": self._compile}
         twin = Step(self._loss_fn, model, batch, microbatch=microbatch, **settings)
+        twin._like = self._plan
         if self._split is not None:
             twin._split = self._split  # it notes what the loss drew
         return twin
@@ -288,7 +293,7 @@ class Step:
 
     def _start(self, batch: Any, only_plan: bool) -> Call:
         self._device = check_devices(self._model)
-        refuse_hooks(self._model)
+        check_all(refuse_modes, lambda: refuse_hooks(self._model))
         shape = find_batch(batch, self._batch_dims)
         return Call([leaf for _, leaf in leaves(batch)], shape, self._device, only_plan)
 
@@ -381,9 +386,9 @@ class Step:
     def _plan_for(self, captured: Captured, call: Call) -> tuple[Plan, Executor]:
         parameters, buffers = (named_tensors(self._model, which).values() for which in ("parameters", "buffers"))
         tensors = [*call.owned, *call.leaves]
-        owned = owned_bytes(self._device, parameters, buffers, tensors, self._optimizer).total
+        owned = owned_bytes(self._device, parameters, buffers, tensors, self._optimizers).total
         wanted = Wanted(self._memory, self._microbatch, self._saved, self._progress.pinned)
         must_fit = call.only_plan and not call.anew
-        request = wanted.request(captured, call.shape.size, self._device, owned, must_fit)
-        after = optimizer_step(self._device, parameters, self._optimizer)
+        request = replace(wanted.request(captured, call.shape.size, self._device, owned, must_fit), like=self._like)
+        after = optimizer_step(self._device, parameters, self._optimizers)
         return planned(lambda: captured.plan(request), request.budget, owned, after)

@@ -14,7 +14,9 @@ from fullbatch._errors import BudgetError, Fault, FullbatchError
 from fullbatch._memory._ledger import explain
 from fullbatch._memory._measure import measure
 from fullbatch._memory._owned import optimizer_step, owned_bytes
+from fullbatch._memory._twin import Optimizers
 from fullbatch._plan._plan import Plan
+from fullbatch._put_back import watched
 from fullbatch._search import search
 from fullbatch._size import format_bytes
 from fullbatch._sized import Sizes
@@ -54,7 +56,7 @@ class Fit:
     plan: Plan | None = field(repr=False, default=None)
 
 
-def owned_by(model: Any, device: torch.device, batch: Any, optimizer: torch.optim.Optimizer | None) -> int:
+def owned_by(model: Any, device: torch.device, batch: Any, optimizer: Optimizers | None) -> int:
     """Bytes that a step of `model` on `batch` owns before it runs, optimizer state to come included."""
     parameters, buffers = (named_tensors(model, which).values() for which in ("parameters", "buffers"))
     return owned_bytes(device, parameters, buffers, [leaf for _, leaf in leaves(batch)], optimizer).total
@@ -65,7 +67,7 @@ class Trial:
 
     def __init__(
         self, loss_fn: LossFn, model: Any, device: torch.device, sizes: Sizes, memory: int, *, multiple_of: int,
-        most: int, optimizer: torch.optim.Optimizer | None, batch_dims: Any,
+        most: int, optimizer: Optimizers | None, batch_dims: Any,
     ) -> None:  # fmt: skip
         self._loss_fn, self._model, self._device, self._sizes, self._memory = loss_fn, model, device, sizes, memory
         self._unit, self._most, self._optimizer, self._dims = multiple_of, most, optimizer, batch_dims
@@ -112,7 +114,8 @@ class Trial:
     def _plain_step(self, batch: Any) -> None:
         if any(leaf.device != self._device for _, leaf in leaves(batch)):
             batch = map_tensors(lambda leaf: leaf.to(self._device), batch)
-        out: Any = self._split.plain(self._model, batch) if self._split is not None else self._whole(batch)
+        with watched():
+            out: Any = self._split.plain(self._model, batch) if self._split is not None else self._whole(batch)
         (out[0] if isinstance(out, tuple) else out).backward()
 
     def _whole(self, batch: Any) -> Any:
@@ -170,8 +173,9 @@ class Trial:
         return least, step.plan, measured
 
     def _once(self, step: Step, size: int) -> None:
-        with undone(self._model, self._device):
-            step(self._sizes.make(size, values=True))
+        batch = self._sizes.make(size, values=True)
+        with undone(self._model, self._device, batch):
+            step(batch)
 
     def _planned(self) -> Fit:
         below, ratio, tried = None, 1.0, list[Run]()
@@ -238,7 +242,7 @@ class Trial:
             parameters = named_tensors(self._model, "parameters").values()
             owned = owned_by(self._model, self._device, batch, self._optimizer)
             after = owned + optimizer_step(self._device, parameters, self._optimizer).total
-            with undone(self._model, self._device):
+            with undone(self._model, self._device, batch):
                 found = measure(lambda: _without_result(fn, batch), self._device)
             peaks.append(max(owned + found.peak, after))
 

@@ -1,4 +1,4 @@
-"""A trial run of a training step that leaves no trace: gradients, buffers, hooks and generators are as they were."""
+"""A trial run of a training step that leaves no trace in model, batch, gradients, hooks and generators."""
 
 from __future__ import annotations
 
@@ -11,56 +11,56 @@ from typing import Any
 import torch
 
 from fullbatch import _torch
-from fullbatch._tree import modules, named_tensors
+from fullbatch._put_back import put_back
+from fullbatch._tree import named_tensors
 
 
 @contextlib.contextmanager
-def undone(model: Any, device: torch.device) -> Iterator[None]:
-    """What the body does to the model's gradients and buffers and to the default generators is undone at its end.
+def undone(model: Any, device: torch.device, batch: Any = ()) -> Iterator[None]:
+    """What a step in the body does to the model, the batch and the default generators is undone at its end.
 
     What is kept lies in the host's memory, so that on another device the body has all of that device. A gradient that
-    is there is added to, as in the loop; hooks on parameters, which may step an optimizer, do not run. Python state (a
-    counter in a module) is not undone.
+    is there is added to, as in the loop; hooks on parameters, which may step an optimizer, do not run. Code of the
+    user's that may write weights runs under `watched`. State outside of the model (a closure) is not undone.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(generators(device))
-        stack.enter_context(_buffers(model))
-        stack.enter_context(_gradients(model))
+    with generators(device), put_back(model, batch), _gradients(model):
         yield
+
+
+@contextlib.contextmanager
+def undone_code(model: Any, device: torch.device, batch: Any) -> Iterator[None]:
+    """The same for a body that runs code of the user's, under `watched`, and no step: gradients are not copied."""
+    with generators(device), put_back(model, batch), _hooks(model):
+        yield
+
+
+@contextlib.contextmanager
+def _hooks(model: Any) -> Iterator[None]:
+    """Hooks on parameters do not run, and those that the body adds are gone."""
+    kept = [(one, _torch.take_hooks(one)) for one in named_tensors(model, "parameters").values()]
+    try:
+        yield
+    finally:
+        for one, hooks in kept:
+            _torch.take_hooks(one)
+            _torch.give_hooks(one, hooks)
 
 
 @contextlib.contextmanager
 def _gradients(model: Any) -> Iterator[None]:
     kept = [
-        (one, one.grad, None if one.grad is None else _copy(one.grad), _torch.take_hooks(one))
+        (one, one.grad, None if one.grad is None else _copy(one.grad))
         for one in named_tensors(model, "parameters").values()
     ]
-    try:
-        yield
-    finally:
-        for one, grad, copy, hooks in kept:
-            if grad is not None and copy is not None:
-                with torch.no_grad():
-                    grad.copy_(copy)
-            one.grad = grad
-            _torch.give_hooks(one, hooks)
-
-
-@contextlib.contextmanager
-def _buffers(model: Any) -> Iterator[None]:
-    owners = {id(module): module for root in modules(model).values() for module in root.modules()}
-    kept = [
-        (module, name, value, _copy(value))
-        for module in owners.values()
-        for name, value in module.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, value, copy in kept:
-                value.copy_(copy)
-                setattr(module, name, value)
+    with _hooks(model):
+        try:
+            yield
+        finally:
+            for one, grad, copy in kept:
+                if grad is not None and copy is not None:
+                    with torch.no_grad():
+                        grad.copy_(copy)
+                one.grad = grad
 
 
 @contextlib.contextmanager

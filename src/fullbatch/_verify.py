@@ -23,6 +23,7 @@ from fullbatch._capture._joint import Joint
 from fullbatch._capture._precision import precisions
 from fullbatch._errors import VerifyError
 from fullbatch._memory._free import free_bytes
+from fullbatch._plan._plan import Plan
 from fullbatch._printed import Printed
 from fullbatch._replay import Draws, Replay
 from fullbatch._tree import BatchShape, leaves, map_tensors, modules, named_tensors
@@ -52,6 +53,7 @@ class Certificate(Printed):
     worst_buffer: str
     samples: int
     microbatch: int
+    recomputed: int  # operators that the compared step ran again, as the plan has it
     dtype: torch.dtype
     tolerance: float
     realised_masks: bool
@@ -68,7 +70,8 @@ class Certificate(Printed):
         table = Table(title=title, show_header=False, title_justify="left")
         converted = " and ".join(map(str, self.autocast))
         precision = f"{self.dtype} under autocast to {converted}" if converted else str(self.dtype)
-        table.add_row("compared", f"{self.samples} samples in microbatches of {self.microbatch}, {precision}")
+        again = f", {self.recomputed} runs made again" if self.recomputed else ""
+        table.add_row("compared", f"{self.samples} samples in microbatches of {self.microbatch}{again}, {precision}")
         table.add_row("loss", f"{self.loss_error:.1e}")
         table.add_row("gradients", f"{self.gradient_error:.1e}, largest at {self.worst_parameter or 'none'}")
         at = f", largest at {self.worst_buffer}" if self.worst_buffer else ""
@@ -116,16 +119,19 @@ def verify(
     model: Any,
     batch: Any,
     shape: BatchShape,
-    microbatch: int,
+    plan: Plan,
     dtype: torch.dtype | None,
     need: int,
 ) -> Certificate:
-    """Compares both steps. `make_step(model, batch, microbatch)` plans; `need` is the plain step's bytes."""
+    """Compares both steps. `make_step(model, batch, microbatch)` makes one that follows `plan`, which is the step's.
+
+    `need` is the plain step's bytes. A plan that runs the batch whole, and nothing again, is compared split in two.
+    """
     original = _floating(model)
     dtype = original if dtype is None else dtype
     samples = _samples_that_fit(shape.size, need, original, dtype, model)
     part = _first(batch, shape, samples)
-    size = min(microbatch, max(1, -(-samples // 2)))
+    size = samples if plan.whole and plan.recomputed else min(plan.microbatch, max(1, -(-samples // 2)))
     notes: list[str] = []
     with torch.random.fork_rng(devices=_cuda(model)), _python_as_before():
         try:
@@ -136,21 +142,28 @@ def verify(
             notes.append(f"compared in {original}: the step itself fixes a dtype ({str(error).splitlines()[0][:80]})")
             dtype = original
             pair = _both(make_step, loss_fn, model, part, size, dtype, original)
-    *results, joint = pair
+    *results, joint, again = pair
     autocast = joint.autocast
     if autocast and dtype == torch.float64:
         notes.append(_WITHOUT_CASTS)
         autocast = ()
     lower = [each for each in precisions(joint.graph) if each.itemsize < dtype.itemsize]
     return _compare(
-        *results, samples=samples, microbatch=size, dtype=dtype, notes=notes, autocast=autocast, lower=lower
+        *results,
+        samples=samples,
+        microbatch=size,
+        recomputed=again,
+        dtype=dtype,
+        notes=notes,
+        autocast=autocast,
+        lower=lower,
     )
 
 
 def _both(
     make_step: Callable[[Any, Any, int], Any], loss_fn: Any, model: Any, batch: Any, size: int,
     dtype: torch.dtype, original: torch.dtype,
-) -> tuple[Any, Any, Any, Any, bool, Joint]:  # fmt: skip
+) -> tuple[Any, Any, Any, Any, bool, Joint, int]:  # fmt: skip
     def converted(tensor: torch.Tensor) -> torch.Tensor:
         twin = tensor.detach().clone()
         twin = twin.to(dtype) if twin.dtype == original else twin
@@ -168,7 +181,7 @@ def _both(
         plain = loss_fn(plain_model, plain_batch)
         with _without_autocast(plain_model):
             (plain[0] if isinstance(plain, tuple) else plain).backward()
-    return planned, plain, planned_model, plain_model, bool(draws), joint
+    return planned, plain, planned_model, plain_model, bool(draws), joint, step.plan.recomputed
 
 
 @contextlib.contextmanager
@@ -239,7 +252,7 @@ def _first(batch: Any, shape: BatchShape, samples: int) -> Any:
 
 def _compare(
     planned: Any, plain: Any, planned_model: Any, plain_model: Any, drawn: bool, *, samples: int, microbatch: int,
-    dtype: torch.dtype, notes: list[str], autocast: tuple[torch.dtype, ...], lower: list[torch.dtype],
+    recomputed: int, dtype: torch.dtype, notes: list[str], autocast: tuple[torch.dtype, ...], lower: list[torch.dtype],
 ) -> Certificate:  # fmt: skip
     loss, expected = (out[0] if isinstance(out, tuple) else out for out in (planned, plain))
     gradients = {name: p.grad for name, p in named_tensors(planned_model, "parameters").items()}
@@ -272,7 +285,7 @@ def _compare(
     return Certificate(
         ok=all(error <= tolerance for error in found), loss_error=found[0], gradient_error=found[1],
         buffer_error=found[2], worst_parameter=worst, worst_buffer=worst_buffer, samples=samples,
-        microbatch=microbatch, dtype=dtype, tolerance=tolerance, realised_masks=drawn, notes=tuple(notes),
+        microbatch=microbatch, recomputed=recomputed, dtype=dtype, tolerance=tolerance, realised_masks=drawn, notes=tuple(notes),
         autocast=autocast, parameters=errors,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import uuid
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,8 @@ def _shuffled() -> float:
 SOURCES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "os.urandom": (SYSTEM, lambda out: float(os.urandom(1)[0])),
     "secrets": (SYSTEM, lambda out: float(secrets.randbelow(9))),
+    "secrets.token_bytes": (SYSTEM, lambda out: float(secrets.token_bytes(1)[0])),
+    "uuid": (SYSTEM, lambda out: float(uuid.uuid4().int % 9)),
     "SystemRandom": (SYSTEM, lambda out: random.SystemRandom().random()),
     "torch.seed": (SEEDS, lambda out: torch.seed() and 1.0),
     "fork_rng": (SEEDS, _forked),
@@ -71,8 +74,7 @@ def test_it_is_refused_by_name_and_nothing_is_drawn(source: str) -> None:
         warnings.simplefilter("ignore")
         with pytest.raises(fullbatch.CaptureError, match=name) as refused:
             make(loss_fn, model, example)
-    if source != "secrets":  # the line that is named there is one of secrets.py
-        assert "test_refused_sources.py" in str(refused.value), "the line is named"
+    assert "test_refused_sources.py" in refused.value.faults[0].got, "the line is named, and is the user's"
     assert torch.equal(torch.get_rng_state(), states[0])
     assert torch.equal(OWN.get_state(), states[1])
     assert random.getstate() == states[2]
@@ -106,3 +108,21 @@ def test_a_step_moves_each_default_generator_by_its_own_draws_alone(how: str) ->
     assert torch.equal(torch.get_rng_state(), expected)
     assert random.getstate() == drawn
     assert (np.random.get_state()[1] == numpy_state).all()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: random.uniform(1, 9), lambda: random.randint(1, 99), lambda: random.randrange(1, 99)],
+    ids=["uniform", "randint", "randrange"],
+)
+def test_three_draws_of_python_are_live(draw: Callable[[], float]) -> None:
+    """As docs/errors.md says: each call draws anew, once, what plain PyTorch would draw."""
+    model, batch = mlp(), pair()
+    step = make(lambda model, batch: mse(model, batch) * draw(), model, batch, microbatch=2)
+    plain = float(mse(model, batch).detach())
+    random.seed(5)
+    expected, state = [plain * draw() for _ in range(3)], random.getstate()
+    random.seed(5)
+    assert [float(step(batch)) for _ in range(3)] == pytest.approx(expected, rel=1e-12)
+    assert random.getstate() == state
+    assert len(set(expected)) > 1

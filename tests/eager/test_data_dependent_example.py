@@ -14,6 +14,10 @@ def test_the_example_runs_and_learns() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "no certificate is given" in " ".join(done.stdout.split())
     first, last = (
-        float(word) for word in done.stdout.rsplit("loss:", 1)[1].split() if word[0].isdigit() and "." in word
+        float(word)
+        for word in done.stdout.rsplit("loss:", 1)[1].splitlines()[0].split()
+        if word[0].isdigit() and "." in word
     )
     assert last < 0.5 * first
+    assert "refused: blocks.2.1 (BatchNorm1d) uses statistics of the batch" in done.stdout
+    assert "allowed: exact False, ('statistics of microbatches in blocks.2.1" in done.stdout.replace('"', "'")

@@ -30,3 +30,15 @@ def test_each_refused_model_stands_under_its_kind() -> None:
         kind, why = kind_of(outcome)
         (row,) = [line for line in written if line.startswith(f"| {kind} | {why} |")]
         assert outcome["name"] in row.split("|")[3]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "torch.Generator", "os.urandom", "secrets", "uuid", "torch.seed", "fork_rng", "random.uniform",
+        "random.randint", "random.randrange", "multilabel_margin_loss", "share memory", "as_strided",
+        "backward of the step cannot be traced", "sparse", "returns no gradient", "TorchDispatchMode",
+    ],
+)  # fmt: skip
+def test_a_kind_of_refusal_is_named(kind: str) -> None:
+    assert kind in ERRORS.read_text()

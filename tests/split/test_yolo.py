@@ -1,4 +1,4 @@
-"""YOLOv8 with the task-aligned assigner of `ultralytics`, exact to 1e-9 (`make test-all` installs it, aside)."""
+"""YOLOv8 with the task-aligned assigner of `ultralytics`, on photographs, exact to 1e-9 (`make test-all`; aside)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def test_the_task_aligned_assigner_of_ultralytics(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": paths, "YOLO_CONFIG_DIR": str(tmp_path), "YOLO_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "6 photographs, 27 boxes" in done.stdout
     found = re.findall(r"\} (\d+) mismatches, error ([\d.e+-]+|nan), recomputed (\d+)", done.stdout)
     assert len(found) == 5, done.stdout
     for mismatches, error, _ in found:

@@ -44,7 +44,8 @@ from fullbatch._ir import (
 aten = torch.ops.aten
 
 # Below this many bytes a value that was computed on the whole batch stays whole: cutting it again would buy
-# nothing and may cost a barrier further on.
+# nothing and may cost a barrier further on. A floating point number counts as four, so that a step has the same tasks in
+# float64, where it is verified.
 RESLICE_ABOVE = 256 * 1024
 
 
@@ -171,7 +172,7 @@ class Builder:
     def _made_in_slices(self, value: int, layout: Layout) -> int | None:
         """A large whole value that only slices are read of (a mask expanded to the batch) is computed in slices."""
         node = self._maker.get(value)
-        if node is None or self._nbytes(value) <= self._reslice_above:
+        if node is None or max(map(_weight, metas(node))) <= self._reslice_above:
             return None
         whole = self._view(node, soft=False)
         if node.target is aten.expand.default and not whole.sharded():
@@ -469,9 +470,8 @@ class Builder:
         view = self._view(node, soft=True)
         if not view.sharded():
             return False
-        sizes = [self._nbytes(self._of[operand.node]) for operand in view.sharded()]
-        sizes += [meta.numel() * meta.element_size() for meta in metas(node) if isinstance(meta, torch.Tensor)]
-        if max(sizes) <= self._reslice_above:
+        forms = [*(operand.node.meta["val"] for operand in view.sharded()), *metas(node)]
+        if max(map(_weight, forms)) <= self._reslice_above:
             return False
         strategy = self._strategy(node, view)
         if strategy is None:
@@ -514,6 +514,13 @@ class Builder:
 
     def _nbytes(self, value: int) -> int:
         return self.values[value].nbytes(None, self.batch)
+
+
+def _weight(meta: Any) -> int:
+    """Bytes, where a floating point number has four; 0 for what is no tensor."""
+    if not isinstance(meta, torch.Tensor):
+        return 0
+    return meta.numel() * (4 if meta.is_floating_point() else meta.element_size())
 
 
 def _is_view(shape: tuple[int, ...], layout: Layout) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -232,16 +233,22 @@ def _in_words(guard: str, loss_fn: Any) -> str:
 _LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
 _OURS = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
+_PATHS = sysconfig.get_paths()
 
 
-def _user_line(trace: str) -> str:
+def user_line(trace: str) -> str:
     """The innermost line of a formatted traceback that is the user's, or of a library that the user calls."""
     lines = _LINE.findall(trace)
-    theirs = [line for line in lines if not line[0].startswith((_OURS, _TORCH, "<"))]
+    theirs = [line for line in lines if not line[0].startswith((_OURS, _TORCH, "<")) and not _is_standard(line[0])]
     if not theirs:
         return "loss_fn"
     file, number, function, code = theirs[-1]
     return f"{file}:{number} in {function}: {code.strip()}"
+
+
+def _is_standard(file: str) -> bool:
+    """Whether Python's own library holds it, within whose folder installed packages may be."""
+    return file.startswith((_PATHS["stdlib"], _PATHS["platstdlib"])) and "-packages" not in file
 
 
 def explain_refusal(error: BaseException) -> tuple[FullbatchError, BaseException | None]:
@@ -264,19 +271,19 @@ def explain_refusal(error: BaseException) -> tuple[FullbatchError, BaseException
     if original is not None:
         return CaptureError.of(
             f"loss_fn raises {type(original).__name__}: {original}"[:600],
-            got=_user_line(trace),
+            got=user_line(trace),
             expected="a loss_fn that runs in plain PyTorch",
             next="loss_fn(model, batch) by itself raises it with its own traceback",
         ), original
     source = source_of(text)
     if source is not None:
-        return _drawn_elsewhere(source, _user_line(trace)), error
+        return _drawn_elsewhere(source, user_line(trace)), error
     reason = text.split("from user code:")[0].strip().split("\n\n")[0]
     lines = [line.strip() for line in reason.splitlines() if line.strip() and not line.strip().startswith("Hint:")]
     reason = " ".join(lines).replace(" Explanation:", ":")[:600]
     return CaptureError.of(
         f"The step cannot be captured as one graph: {reason}",
-        got=_user_line(trace),
+        got=user_line(trace),
         expected="tensor operations whose shapes and order do not depend on the data",
         next=_advice(text),
     ), error
@@ -318,7 +325,7 @@ def check_data_dependence(graph: fx.GraphModule) -> None:
     """Raises CaptureError where a number or a shape comes from the data: every size is a constant otherwise."""
     seeded = seeds(graph)
     if seeded is not None:
-        raise _drawn_elsewhere(SEEDS, _user_line(str(seeded.meta.get("stack_trace", ""))))
+        raise _drawn_elsewhere(SEEDS, user_line(str(seeded.meta.get("stack_trace", ""))))
     for node in graph.graph.nodes:
         example = node.meta.get("example_value")
         if node.op == "placeholder" or getattr(example, "is_nested", False):
@@ -328,7 +335,7 @@ def check_data_dependence(graph: fx.GraphModule) -> None:
         if number or shape:
             raise CaptureError.of(
                 f"A {'number' if number else 'shape'} in the step depends on the data.",
-                got=_user_line(str(node.meta.get("stack_trace", ""))),
+                got=user_line(str(node.meta.get("stack_trace", ""))),
                 expected="numbers and shapes that are the same for all batches of one form",
                 next=_NO_NUMBER if number else _NO_SELECTION,
             )

@@ -43,13 +43,23 @@ def refuse_formats(graph: fx.GraphModule) -> None:
     """Raises CaptureError where the step holds floating point numbers of eight bits or fewer."""
     for node in _nodes(graph):
         example = node.meta.get("example_value")
-        if isinstance(example, torch.Tensor) and example.dtype.is_floating_point and example.dtype.itemsize < 2:
-            raise CaptureError.of(
-                f"The step uses {example.dtype}, which is not supported.",
-                got=_place(node),
-                expected="float64, float32, bfloat16 or float16",
-                next="torch.autocast(device, torch.bfloat16) inside loss_fn, and weights in float32 or bfloat16",
-            )
+        if isinstance(example, torch.Tensor) and is_small(example):
+            raise small_format(example.dtype, _place(node))
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are floating point ones of eight bits or fewer."""
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize < 2
+
+
+def small_format(dtype: torch.dtype, place: str) -> CaptureError:
+    """The refusal of such a format, in a step that is captured and in one that is not."""
+    return CaptureError.of(
+        f"The step uses {dtype}, which is not supported.",
+        got=place,
+        expected="float64, float32, bfloat16 or float16",
+        next="torch.autocast(device, torch.bfloat16) inside loss_fn, and weights in float32 or bfloat16",
+    )
 
 
 def _place(node: fx.Node) -> str:

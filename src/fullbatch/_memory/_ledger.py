@@ -107,11 +107,13 @@ def explain(
     loss_fn: Callable[[Any, Any], Any],
     model: Any,
     batch: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     batch_dims: Any = None,
 ) -> Ledger:
     """The ledger of the plain step `loss_fn(model, batch)` and its backward, in bytes. The step is not run.
+
+    `optimizer` is one, or a list or tuple of those that step one after another.
 
     Raises what `Step` raises: BatchError, ModelError, LossError, CaptureError.
     """

@@ -9,14 +9,15 @@ import torch
 
 from fullbatch import _torch
 from fullbatch._memory._optimizer import footprint
-from fullbatch._memory._twin import parts_of, tensors_in
+from fullbatch._memory._twin import Optimizers, each_of, parts_of, tensors_in
 
 
 @dataclass(frozen=True)
 class Owned:
     """Bytes by kind. Each storage is counted once, tensors on other devices not at all.
 
-    `optimizer` is its state, and for LBFGS what it holds besides while it runs the step as its closure.
+    `optimizer` is its state (of several, that of all), and for LBFGS what it holds besides while it runs the step as
+    its closure.
     """
 
     parameters: int
@@ -36,7 +37,7 @@ def owned_bytes(
     parameters: Iterable[torch.Tensor],
     buffers: Iterable[torch.Tensor],
     batch: Iterable[torch.Tensor],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
 ) -> Owned:
     """What the step owns on `device` now. Optimizer state that does not exist yet is predicted."""
     parameters = list(parameters)
@@ -48,7 +49,7 @@ def owned_bytes(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return Owned(
         count(parameters), count(buffers), count(gradients),
-        _optimizer_bytes(optimizer, device, seen) if optimizer is not None else 0, count(batch),
+        _optimizer_bytes(each_of(optimizer), device, seen), count(batch),
     )  # fmt: skip
 
 
@@ -79,23 +80,32 @@ class OptimizerStep:
 
 
 def optimizer_step(
-    device: torch.device, parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None
+    device: torch.device, parameters: Iterable[torch.Tensor], optimizer: Optimizers | None
 ) -> OptimizerStep:
-    """What one `optimizer.step()` needs above `owned_bytes` on `device`; nothing where there is no optimizer."""
-    if optimizer is None:
+    """What one `optimizer.step()` needs above `owned_bytes` on `device`; nothing where there is no optimizer.
+
+    Several step one after another, and what one works on is gone before the next: the most of any is needed.
+    """
+    found = [footprint(one, device) for one in each_of(optimizer)]
+    if not found:
         return OptimizerStep(0, 0, exact=True)
-    found = footprint(optimizer, device)
     bare = {id(p): p for p in parameters if p.grad is None and p.requires_grad and p.device == device}
     gradients = sum(p.numel() * p.element_size() for p in bare.values())
-    # What it holds over a closure is counted as owned.
-    return OptimizerStep(gradients, max(found.working - found.held, 0), found.exact)
+    # What is held over a closure is counted as owned, and is there while only one of them steps.
+    working = max(one.working for one in found) - max(one.held for one in found)
+    return OptimizerStep(gradients, max(working, 0), all(one.exact for one in found))
 
 
-def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device, seen: set[int]) -> int:
-    """State that is there, that will be, and what the optimizer holds while it runs the step as its closure."""
+def _optimizer_bytes(optimizers: tuple[torch.optim.Optimizer, ...], device: torch.device, seen: set[int]) -> int:
+    """State that is there, that will be, and the most that any holds while it runs the step as its closure."""
+    held = max((footprint(one, device).held for one in optimizers), default=0)
+    return held + sum(_state_bytes(one, device, seen) for one in optimizers)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device, seen: set[int]) -> int:
     found = footprint(optimizer, device)
     if found.shared:
-        return found.shared + found.held
+        return found.shared
     state = {one: held for part in parts_of(optimizer) for one, held in part.state.items() if held}
     coming = found.states.keys() - {id(parameter) for parameter in state}
     there = (tensor for held in state.values() for tensor in tensors_in(held))

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fullbatch import _torch
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""One optimizer, or several that step one after another."""
+
+
+def each_of(optimizer: Optimizers | None) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that were given: none, one, or those of a list or tuple."""
+    if optimizer is None:
+        return ()
+    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

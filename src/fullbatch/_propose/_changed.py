@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fullbatch._errors import FullbatchError
+from fullbatch._memory._twin import Optimizers, each_of
 from fullbatch._propose._logits import Head, replace_head
 from fullbatch._propose._tried import Graph, Tried
 from fullbatch._propose._twin import Untried, rebound, without_values
@@ -24,7 +25,7 @@ class Asked:
     model: Any
     batch: Any
     device: torch.device
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Optimizers | None
     batch_dims: Any
     timed: bool
 
@@ -54,7 +55,7 @@ class Made:
     step: Tried
     line: str
     reason: str = ""
-    optimizer: torch.optim.Optimizer | None = None  # to be put in the place of the step's
+    optimizer: Optimizers | None = None  # to be put in the place of the step's
     what: str = ""  # where it is another than was asked for
 
 
@@ -143,7 +144,7 @@ def gradients(asked: Asked) -> Iterator[Change]:
         return
     empty = not any(bool(grad.detach().any()) for grad in there)
     reason = "" if empty else "the gradients in .grad are not zero: a loop that adds up several steps needs them"
-    line = "optimizer.zero_grad(set_to_none=True)" if asked.optimizer is not None else "model.zero_grad()"
+    line = "optimizer.zero_grad(set_to_none=True)" if len(each_of(asked.optimizer)) == 1 else "model.zero_grad()"
     yield Change(
         "no gradients before the step", line, empty, lambda: Made(asked.on_twin(None, asked.batch), line, reason)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import optim
 
 from fullbatch._memory._optimizer import footprint
-from fullbatch._memory._twin import parameters_of, parts_of, with_parameters
+from fullbatch._memory._twin import each_of, parameters_of, parts_of, with_parameters
 from fullbatch._propose._changed import Asked, Change, Made
 from fullbatch._propose._tried import Tried
 from fullbatch._propose._twin import Untried
@@ -25,9 +26,51 @@ _INSTALL = "pip install 'fullbatch[lowbit]'"
 
 def optimizers(asked: Asked, step: Tried) -> Iterator[Change]:
     """Other optimizers for the same captured step; none of them is stepped."""
-    optimizer = asked.optimizer
-    if optimizer is None or parts_of(optimizer) != [optimizer]:
+    each = each_of(asked.optimizer)
+    if any(parts_of(one) != [one] for one in each):
         return
+    found = [list(_of_one(asked, step, one)) for one in each]
+    for what in dict.fromkeys(change.what for changes in found for change in changes):
+        yield _together([next((one for one in changes if one.what == what), None) for changes in found], each)
+
+
+def _together(changes: list[Change | None], each: tuple[torch.optim.Optimizer, ...]) -> Change:
+    """One change of all optimizers that it is for: the most that any works on counts, and one alone saves nothing."""
+    some = [change for change in changes if change is not None]
+    if len(each) == 1:
+        return some[0]
+    lines = [change.line if change is not None else "" for change in changes]
+    return replace(some[0], line=_line(lines), make=lambda: _all_made(changes, each))
+
+
+def _all_made(changes: list[Change | None], each: tuple[torch.optim.Optimizer, ...]) -> Made:
+    """The optimizers that can be changed, changed; the others as they are. Raises Untried where none can."""
+    made: list[Made | None] = []
+    refused: list[Untried] = []
+    for change in changes:
+        try:
+            made.append(change.make() if change is not None else None)
+        except Untried as error:
+            made.append(None)
+            refused.append(error)
+    done = [one for one in made if one is not None]
+    if not done:
+        raise refused[0]
+    after = [one for new, old in zip(made, each, strict=True) for one in each_of(new.optimizer if new else old)]
+    reasons = dict.fromkeys([*(one.reason for one in done if one.reason), *map(str, refused)])
+    line = _line([one.line if one is not None else "" for one in made])
+    return replace(done[0], line=line, reason="; ".join(reasons), optimizer=after)
+
+
+def _line(lines: list[str]) -> str:
+    """What stands for each optimizer, in one list; "" for one that stays, and where all do."""
+    if not any(lines):
+        return ""
+    parts = [line.removeprefix("optimizer = ") or f"optimizer[{at}]" for at, line in enumerate(lines)]
+    return f"optimizer = [{', '.join(parts)}]"
+
+
+def _of_one(asked: Asked, step: Tried, optimizer: torch.optim.Optimizer) -> Iterator[Change]:
     yield from _at_work(asked, step, optimizer)
     states = footprint(optimizer, asked.device).states
     if sum(states.values()) < 2 * sum(parameter.numel() for parameter in parameters_of(optimizer)):
@@ -74,17 +117,16 @@ def _at_work(asked: Asked, step: Tried, optimizer: torch.optim.Optimizer) -> Ite
     usual = asked.device.type == "cuda"  # where torch chooses it
     if any(group["foreach"] or (group["foreach"] is None and usual) for group in groups):
         line = f"optimizer = torch.optim.{kind}(..., foreach=False)"
-        yield Change("optimizer.step() a tensor at a time", line, True, partial(_with, step, line, foreach=False), True)
+        make = partial(_with, step, optimizer, line, foreach=False)
+        yield Change("optimizer.step() a tensor at a time", line, True, make, True)
     if all("fused" in group for group in groups):
         line = f"optimizer = torch.optim.{kind}(..., fused=True)"
-        make = partial(_with, step, line, foreach=None, fused=True)
+        make = partial(_with, step, optimizer, line, foreach=None, fused=True)
         yield Change("optimizer.step() in one kernel", line, True, make, True)
 
 
-def _with(step: Tried, line: str, **options: Any) -> Made:
-    """The step's optimizer with other options, its state shared and only read."""
-    optimizer = step.optimizer
-    assert optimizer is not None
+def _with(step: Tried, optimizer: torch.optim.Optimizer, line: str, **options: Any) -> Made:
+    """The optimizer with other options, its state shared and only read."""
     twin = with_parameters(optimizer, {id(parameter): parameter for parameter in parameters_of(optimizer)})
     twin.param_groups = [{**group, **options} for group in twin.param_groups]
     twin.state = optimizer.state

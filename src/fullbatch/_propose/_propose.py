@@ -8,6 +8,7 @@ the user's is changed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +93,7 @@ def propose(
     batch: Any,
     *,
     memory: int | str | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     batch_dims: Any = None,
     timed: bool = False,
 ) -> Proposals:
@@ -107,7 +108,8 @@ def propose(
     Each takes a capture and three plans: minutes for a deep model and a small budget.
 
     Args:
-        loss_fn, model, batch, memory, optimizer, batch_dims, timed: as for `Step`.
+        loss_fn, model, batch, memory, optimizer, batch_dims, timed: as for `Step`. Of several optimizers all that can
+            be changed are changed together.
 
     Raises:
         FullbatchError: what `Step` raises of the step as it is, but for BudgetError: a budget that nothing fits is

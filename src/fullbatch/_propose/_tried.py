@@ -17,6 +17,7 @@ from fullbatch._captured import Captured
 from fullbatch._cost._probe import NOT_RUN
 from fullbatch._errors import BudgetError
 from fullbatch._memory._owned import optimizer_step
+from fullbatch._memory._twin import Optimizers, each_of
 from fullbatch._plan._plan import Plan
 from fullbatch._step import Step
 from fullbatch._tree import named_tensors
@@ -40,7 +41,7 @@ class Tried(Step):
     """
 
     def __init__(
-        self, loss_fn: Any, model: Any, batch: Any, *, optimizer: torch.optim.Optimizer | None, batch_dims: Any,
+        self, loss_fn: Any, model: Any, batch: Any, *, optimizer: Optimizers | None, batch_dims: Any,
         timed: bool, rewrite: Graph | None = None,
     ) -> None:  # fmt: skip
         self._rewrite, self._example = rewrite, batch
@@ -57,13 +58,13 @@ class Tried(Step):
         return super()._run(captured, inputs)
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
+    def optimizer(self) -> Optimizers | None:
         """What is counted besides the step; another may be put in its place, and nothing is captured anew."""
-        return self._optimizer
+        return self._optimizers
 
     @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._optimizer = optimizer
+    def optimizer(self, optimizer: Optimizers | None) -> None:
+        self._optimizers = each_of(optimizer)
 
     @property
     def fails(self) -> str:
@@ -94,6 +95,6 @@ class Tried(Step):
     def _taken(self, budget: int | None, microbatch: int | None) -> Taken:
         self._memory, self._microbatch = budget, microbatch
         plan = self._prepare(self._example)
-        after = optimizer_step(self._device, named_tensors(self._model, "parameters").values(), self._optimizer)
+        after = optimizer_step(self._device, named_tensors(self._model, "parameters").values(), self._optimizers)
         peak = max(plan.predicted_peak, plan.owned + after.total if after.exact else 0)
         return Taken(plan, peak, self.plain_time * (1 + plan.overhead))

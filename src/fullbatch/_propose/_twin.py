@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fullbatch import _torch
-from fullbatch._memory._twin import parameters_of, parts_of, with_parameters
+from fullbatch._memory._twin import Optimizers, each_of, parameters_of, parts_of, with_parameters
 from fullbatch._tree import named_tensors
 
 
@@ -55,10 +55,12 @@ def _like(tensor: torch.Tensor, dtype: torch.dtype | None, kept: dict[int, torch
     return made
 
 
-def rebound(optimizer: torch.optim.Optimizer | None, twins: dict[int, torch.Tensor]) -> torch.optim.Optimizer | None:
-    """`optimizer` as it would be if it had been made for the copy, before its first step."""
-    if optimizer is None:
-        return None
+def rebound(optimizers: Optimizers | None, twins: dict[int, torch.Tensor]) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers as they would be if they had been made for the copy, before their first step."""
+    return tuple(_rebound(one, twins) for one in each_of(optimizers))
+
+
+def _rebound(optimizer: torch.optim.Optimizer, twins: dict[int, torch.Tensor]) -> torch.optim.Optimizer:
     if parts_of(optimizer) != [optimizer]:
         raise Untried("the optimizer keeps its state elsewhere, and is not followed")
     steps = {id(parameter): twins.get(id(parameter), parameter) for parameter in parameters_of(optimizer)}

@@ -15,6 +15,7 @@ import torch
 from fullbatch import _torch
 from fullbatch._axis._strides import has_dense_strides
 from fullbatch._errors import ModelError
+from fullbatch._put_back import about_to_write
 from fullbatch._run._slices import covers_storage
 
 
@@ -40,7 +41,8 @@ def commit(pending: Pending, inputs: Sequence[torch.Tensor]) -> None:
                 answer = hook(gradient)
                 gradient = gradient if answer is None else _checked(parameter, gradient, answer)
             pending.gradients[at] = (parameter, gradient)
-        for buffer, value in pending.buffers:
+        for buffer, value in pending.buffers:  # a parameter too, where the step writes it
+            about_to_write(buffer)
             buffer.copy_(value)
         while pending.gradients:
             parameter, gradient = pending.gradients.pop(0)

@@ -56,10 +56,12 @@ from fullbatch._torch._operators import (
     assert_on_device,
     asserts_on_device,
     flops_of,
+    modes_around,
     profiler_running,
     schema,
     without_modes,
     without_onednn,
+    written_by,
 )
 from fullbatch._torch._optimizers import (
     optimizer_on_fakes,
@@ -117,6 +119,7 @@ __all__ = [
     "loss_decompositions",
     "loss_marker",
     "may_write",
+    "modes_around",
     "numpy_name",
     "optimizer_on_fakes",
     "optimizes",
@@ -135,4 +138,5 @@ __all__ = [
     "why_recaptured",
     "without_modes",
     "without_onednn",
+    "written_by",
 ]

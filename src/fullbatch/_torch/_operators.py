@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -20,6 +21,14 @@ DispatchMode = TorchDispatchMode
 # Leaves every dispatch mode, so that what runs inside is not seen by them; torch's own tracers use it.
 without_modes = _disable_current_modes
 
+
+def modes_around() -> list[str]:
+    """Classes of the dispatch modes under which TorchDynamo captures nothing: it skips the frame and says no more."""
+    count = torch._C._len_torch_dispatch_stack()
+    modes = [torch._C._get_dispatch_stack_at(at) for at in range(count)]
+    return [type(mode).__name__ for mode in modes if not (mode.is_infra_mode() or mode.ignore_compile_internals())]
+
+
 # An operator of a captured graph, with one overload chosen; `torch.ops` has no public name for the class.
 OpOverload = torch._ops.OpOverload
 
@@ -28,6 +37,23 @@ def schema(operator: Any) -> torch._C.FunctionSchema:
     """Names, defaults and aliases of an operator's arguments and results; nothing public has the aliases."""
     found: torch._C.FunctionSchema = operator._schema
     return found
+
+
+def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that one call of an operator may write into; all of them where it does not say so.
+
+    Batch normalisation writes running statistics that its schema gives as only read (2.13).
+    """
+    if not isinstance(operator, OpOverload) or "batch_norm" in operator._opname:
+        given: list[Any] = [*args, *kwargs.values()]
+    elif not schema(operator).is_mutable:
+        return []
+    else:
+        given = []
+        for at, argument in enumerate(schema(operator).arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given.append(args[at] if at < len(args) else kwargs.get(argument.name))
+    return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from fullbatch._tree import map_tensors
 from fullbatch.eager._buffers import Buffers, Rule
 from fullbatch.eager._cut import Cut, Span
 from fullbatch.eager._fixed import Released, nothing_kept
+from fullbatch.eager._formats import Formats
 from fullbatch.eager._loop import Job, check_unchanged, preserved, read_only
 from fullbatch.eager._recompute import named_modules
 from fullbatch.eager._returned import checked
@@ -88,14 +89,15 @@ def norms_named(norms: list[str]) -> str:
 def only_reads(job: Job, cut: Cut, batch: Any, span: Span) -> None:
     """One forward of `span`, for what it changes: notes the buffers that it moves in `job.moving`. State is kept.
 
-    Raises ModelError where it changes its batch, which is a copy here, or a parameter in place.
+    Raises ModelError where it changes its batch, which is a copy here, or a parameter in place, and CaptureError where
+    it makes numbers of eight bits.
     """
     copied = map_tensors(torch.clone, cut.take(batch, span, job.device))
-    versions, buffers = read_only(job, copied), Buffers(job.model)
+    versions, buffers, formats = read_only(job, copied), Buffers(job.model), Formats()
     try:
         with preserved(job, always=True), torch.inference_mode(False), torch.enable_grad():
             try:
-                with nothing_kept():  # activations may be what there is no room for
+                with nothing_kept(), formats:  # activations may be what there is no room for
                     checked(job.loss_fn(job.model, copied))
             except Released:
                 pass  # the trials that follow note what moves
@@ -105,6 +107,7 @@ def only_reads(job: Job, cut: Cut, batch: Any, span: Span) -> None:
         buffers.rewind()
     job.moving.update(buffers.moving)
     check_unchanged(versions)
+    formats.refuse()
 
 
 def coupled_gradient(size: int, name: str, left: float, scale: float) -> Fault:

@@ -7,17 +7,19 @@ returns. What is exact that way is done exactly; what is not is refused by name,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fullbatch._arguments import check_callable, check_memory, check_microbatch
+from fullbatch._closure import closure_of
 from fullbatch._errors import LossError, ModelError, check_all
 from fullbatch._hooks import refuse_backward_hooks
 from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._memory._owned import owned_bytes
+from fullbatch._memory._twin import each_of
 from fullbatch._plan._planner import microbatch_sizes
 from fullbatch._run._commit import Pending, commit
 from fullbatch._scaler import scale_of
@@ -25,6 +27,7 @@ from fullbatch._size import parse_bytes
 from fullbatch._tree import check_devices, leaves, named_tensors
 from fullbatch.eager._coupled import Findings, batch_norms, norms_named, norms_refused, only_reads
 from fullbatch.eager._cut import Cut, find_cut
+from fullbatch.eager._formats import refuse_formats
 from fullbatch.eager._loop import Job, Mode, Result, preserved, run
 from fullbatch.eager._place import Choice, Placer
 from fullbatch.eager._plan import NO_CERTIFICATE, Plan, listed
@@ -72,6 +75,10 @@ class Step:
     samples than a forward has room for. A microbatch of the whole batch, where asked for, is exact whatever couples
     it.
 
+    What `fullbatch.Step` has besides, this has not: no `prepare`, `verify` or saved plans, and no `state_dict`. For a
+    resumed run with the same bits save the states of the generators that `loss_fn` draws from (`torch.get_rng_state()`)
+    and `plan.microbatch`, and give that as `microbatch=`.
+
     Args:
         loss_fn: `loss_fn(model, batch) -> (loss_sum, count)`: a scalar sum of losses, and what it is to be divided by
             (an int, float or tensor without gradient). Both must add up over microbatches; a count may be zero in some.
@@ -82,7 +89,7 @@ class Step:
         memory: the budget in bytes, or "6GiB", of all that the step owns and allocates. None: what is free now plus
             what the step owns, less a reserve of 10 %.
         microbatch: samples a microbatch, instead of or besides a budget.
-        optimizer: counted in the budget with the state that it has or will have.
+        optimizer: counted in the budget with the state that it has or will have; of a list or tuple of them, all are.
         batch_dims: which dimension of each tensor carries the batch: a nest like the batch, of dimensions and None, and
             "list" for a list that has one entry a sample, such as images of different sizes.
         allow_inexact: what couples samples is computed within microbatches, and named in `plan.inexact`. BatchNorm then
@@ -90,8 +97,9 @@ class Step:
             microbatches' statistics, weighted by samples, and `num_batches_tracked` goes up by one.
 
     Raises:
-        FullbatchError: BatchError, ModelError, LossError, MemorySizeError or BudgetError, with state as before. Errors
-            of `loss_fn` come through as they are.
+        FullbatchError: BatchError, ModelError, LossError, MemorySizeError or BudgetError, with state as before. And
+            CaptureError where a tensor of the step, or what an operator of the forward makes, is in fp8 or smaller, as
+            in `fullbatch.Step`. Errors of `loss_fn` come through as they are.
     """
 
     def __init__(
@@ -102,7 +110,7 @@ class Step:
         *,
         memory: int | str | None = None,
         microbatch: int | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         batch_dims: Any = None,
         allow_inexact: bool = False,
     ) -> None:
@@ -113,7 +121,8 @@ class Step:
             lambda: check_memory(memory, model),
             lambda: check_microbatch(microbatch, find_cut(batch, batch_dims).size),
         )
-        self._loss_fn, self._model, self._optimizer, self._batch_dims = loss_fn, model, optimizer, batch_dims
+        self._loss_fn, self._model, self._batch_dims = loss_fn, model, batch_dims
+        self._optimizers = each_of(optimizer)
         self._memory = None if memory is None else parse_bytes(memory)
         self._microbatch, self._allow = microbatch, allow_inexact
         self._free: int | None = None
@@ -146,6 +155,14 @@ class Step:
         self._plan = plan
         return result.sums.mean()
 
+    def closure(self, batch: Any) -> Callable[[], torch.Tensor]:
+        """What an optimizer that evaluates the loss again calls: `optimizer.step(step.closure(batch))`, as LBFGS needs.
+
+        Each call of it clears the gradients of the model and of the step's optimizers, runs one step, and returns the
+        loss. It is a step in all else: buffers move, and dropout draws new masks.
+        """
+        return closure_of(self, self._model, self._optimizers, batch)
+
     # ---- planning
 
     def _prepare(self, batch: Any) -> tuple[Cut, Plan]:
@@ -153,14 +170,16 @@ class Step:
         refuse_backward_hooks(self._model)
         cut = find_cut(batch, self._batch_dims)
         self._job = replace(self._job, device=check_devices(self._model))
+        parameters, buffers = (named_tensors(self._model, which) for which in ("parameters", "buffers"))
+        refuse_formats([*leaves(batch), *parameters.items(), *buffers.items()])
         norms = self._norms(cut)
         if self._planned is None:
             with caches_off(self._model):
                 only_reads(self._job, cut, batch, cut.spans(self._sizes(cut.size, bool(norms))[0])[0])
             norms = self._norms(cut)  # that forward may have shown more of them
         owned = owned_bytes(
-            self._job.device, named_tensors(self._model, "parameters").values(),
-            named_tensors(self._model, "buffers").values(), [leaf for _, leaf in leaves(batch)], self._optimizer,
+            self._job.device, parameters.values(), named_tensors(self._model, "buffers").values(),
+            [leaf for _, leaf in leaves(batch)], self._optimizers,
         ).total  # fmt: skip
         if self._planned is None or not self._serves(self._planned, batch, cut, owned, bool(norms)):
             self._planned = self._search(batch, cut, owned, norms)
