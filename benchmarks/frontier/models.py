@@ -28,7 +28,8 @@ _TINY_VIT = {"side": 64, "width": 32, "layers": 2, "patch": 8, "classes": 10}
 
 MODELS: dict[str, Model] = {
     "resnet50": Model(
-        resnet50, _CONV, additive=False, batch=64, full={"side": 160}, small={"side": 128, "width": 32}, tiny=_TINY_CHAIN
+        resnet50, _CONV, additive=False, batch=64, full={"side": 160}, small={"side": 128, "width": 32},
+        tiny=_TINY_CHAIN,
     ),
     "yolo": Model(
         yolo, _DETECTOR, additive=False, batch=64, full={"side": 256}, small={"side": 128}, tiny={"side": 64, "width": 4}

@@ -78,8 +78,9 @@ def largest(
     Bytes of a size are predicted without running it; the size that is returned was run, and its measured peak is within
     `memory`. Nothing is left of the runs: weights, gradients, buffers, attributes of modules, the example and default
     generators are as before, hooks on parameters do not run, `optimizer.step()` is predicted and not run. State of
-    Python's outside of the model (a counter in a closure) is as `loss_fn` leaves it. For one `memory` the answer is always the same. Where bytes
-    grow with the size there is no larger one: the next size is predicted not to fit, or was run and did not.
+    Python's outside of the model (a counter in a closure) is as `loss_fn` leaves it. For one `memory` the answer is
+    always the same. Where bytes grow with the size there is no larger one: the next size is predicted not to fit, or
+    was run and did not.
 
     Args:
         loss_fn: as for `Step`, one function that returns a loss or `(loss, aux)`, or a pair `(forward, loss)`. A loss

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fullbatch import _torch
 from fullbatch._tree import leaves, modules, named_tensors
@@ -144,7 +145,8 @@ class _Python:
     def _look(self, value: Any) -> Sequence[Any]:
         """Remembers one value; those in it."""
         if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
+            if not is_lazy(value):  # a parameter without a shape yet
+                self.tensors.append(value)
         elif isinstance(value, nn.Module):
             self._undo.append(_of_class(value, type(value)))
             return (value.__dict__,)
@@ -223,7 +225,8 @@ def put_back(model: Any, batch: Any) -> Iterator[None]:
         contents.watch(tensor)
     with _plainly():
         for tensor in (*named_tensors(model, "buffers").values(), *given):
-            contents.save(tensor)
+            if id(tensor) in found:
+                contents.save(tensor)
     token = _WATCHING.set(contents)
     try:
         yield
@@ -258,11 +261,22 @@ class _Watch(_torch.DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _WatchAround(_Watch):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """While entered, what operators write is copied first, where the innermost `put_back` is to put it back."""
+def watched(compiled: bool = False) -> Iterator[None]:
+    """While entered, what operators write is copied first, where the innermost `put_back` is to put it back.
+
+    `compiled`: functions that the user compiled run so, and what they write is not seen, for a run that is measured.
+    Else they run operator by operator; one that must not (`fullgraph=True`) raises.
+    """
     contents = _WATCHING.get()
-    with contextlib.nullcontext() if contents is None else _Watch(contents):
+    watch = _WatchAround if compiled else _Watch
+    with contextlib.nullcontext() if contents is None else watch(contents):
         yield
 
 

@@ -54,7 +54,7 @@ def around(found: Found, model: Any, batch: Any, call: Call, capture: Callable[[
         stack.enter_context(buffers_back(model))  # counted as what the code before the call keeps
         answer = _answering(found, batch, call, capture, reached, running)
         try:
-            with watched():
+            with watched(compiled=not call.only_plan):
                 box = [found.run(model, batch, call.device, answer)]
             call.pending = running[0].finish(box)
         except Left:

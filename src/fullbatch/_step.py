@@ -54,16 +54,16 @@ class Step:
         loss_fn: `loss_fn(model, batch) -> loss` or `(loss, aux)`, a scalar and any nest of tensors. Where it cannot be
             captured whole its call of the model is, and the rest runs as it is, on the whole batch; the plan says so.
             The code before that call then runs on the example when the step is made (and when a shape is prepared, or
-            looked at by `propose` or `largest`), to know what the model is given. What it changes in the model (weights,
-            gradients, buffers, modes, attributes of modules) and in the batch's tensors is put back, and so are the
-            default generators; state outside of the model is not: a counter in a closure has counted, an iterator has
-            moved on. Or a pair
-            `(forward, loss)` where the loss depends on the data in shape or order (matching, `x[mask]`, `.item()`):
-            `forward(model, batch) -> outputs`, any nest of tensors, is captured and split; `loss(outputs, batch)`
-            returns the loss or `(loss, aux)`, and runs as it is, once a step, on the outputs of the whole batch. It may
-            read parameters of its own, and draws from the default generators. Its memory is measured at its first run.
+            looked at by `propose` or `largest`), to know what the model is given. What it changes in the model
+            (weights, gradients, buffers, modes, attributes of modules) and in the batch's tensors is put back, and so
+            are the default generators; state outside of the model is not: a counter in a closure has counted, an
+            iterator has moved on. Or a pair `(forward, loss)` where the loss depends on the data in shape or order
+            (matching, `x[mask]`, `.item()`): `forward(model, batch) -> outputs`, any nest of tensors, is captured and
+            split; `loss(outputs, batch)` returns the loss or `(loss, aux)`, and runs as it is, once a step, on the
+            outputs of the whole batch. It may read parameters of its own, and draws from the default generators. Its
+            memory is measured at its first run.
         model: a Module, or a tuple or dict of Modules, on one device.
-        batch: one example of the batch that you want, any nest of tensors. Only its metadata is used.
+        batch: one example of the batch that you want, any nest of tensors. Only its metadata is used, but by such code.
         memory: the budget in bytes, or "6GiB", "800MB". None: what is free on the device now plus what the step
             already owns, less a reserve of 10 %. It bounds parameters, buffers, gradients, optimizer state, batch
             and everything allocated while the step runs.

@@ -114,7 +114,7 @@ class Trial:
     def _plain_step(self, batch: Any) -> None:
         if any(leaf.device != self._device for _, leaf in leaves(batch)):
             batch = map_tensors(lambda leaf: leaf.to(self._device), batch)
-        with watched():
+        with watched(compiled=True):
             out: Any = self._split.plain(self._model, batch) if self._split is not None else self._whole(batch)
         (out[0] if isinstance(out, tuple) else out).backward()
 
