@@ -32,7 +32,8 @@ MODELS: dict[str, Model] = {
         tiny=_TINY_CHAIN,
     ),
     "yolo": Model(
-        yolo, _DETECTOR, additive=False, batch=64, full={"side": 256}, small={"side": 128}, tiny={"side": 64, "width": 4}
+        yolo, _DETECTOR, additive=False, batch=64, full={"side": 256}, small={"side": 128},
+        tiny={"side": 64, "width": 4},
     ),
     "unet": Model(
         unet, _UNET, additive=False, batch=64, full={"side": 112}, small={"side": 96, "width": 16, "levels": 4},
