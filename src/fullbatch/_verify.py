@@ -285,8 +285,8 @@ def _compare(
     return Certificate(
         ok=all(error <= tolerance for error in found), loss_error=found[0], gradient_error=found[1],
         buffer_error=found[2], worst_parameter=worst, worst_buffer=worst_buffer, samples=samples,
-        microbatch=microbatch, recomputed=recomputed, dtype=dtype, tolerance=tolerance, realised_masks=drawn, notes=tuple(notes),
-        autocast=autocast, parameters=errors,
+        microbatch=microbatch, recomputed=recomputed, dtype=dtype, tolerance=tolerance, realised_masks=drawn,
+        notes=tuple(notes), autocast=autocast, parameters=errors,
     )  # fmt: skip
 
 

@@ -44,8 +44,8 @@ from fullbatch._ir import (
 aten = torch.ops.aten
 
 # Below this many bytes a value that was computed on the whole batch stays whole: cutting it again would buy
-# nothing and may cost a barrier further on. A floating point number counts as four, so that a step has the same tasks in
-# float64, where it is verified.
+# nothing and may cost a barrier further on. A floating point number counts as four, so that a step has the same tasks
+# in float64, where it is verified.
 RESLICE_ABOVE = 256 * 1024
 
 
