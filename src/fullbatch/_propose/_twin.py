@@ -55,9 +55,9 @@ def _like(tensor: torch.Tensor, dtype: torch.dtype | None, kept: dict[int, torch
     return made
 
 
-def rebound(optimizers: Optimizers | None, twins: dict[int, torch.Tensor]) -> tuple[torch.optim.Optimizer, ...]:
+def rebound(optimizers: Optimizers | None, twins: dict[int, torch.Tensor]) -> Optimizers | None:
     """The optimizers as they would be if they had been made for the copy, before their first step."""
-    return tuple(_rebound(one, twins) for one in each_of(optimizers))
+    return tuple(_rebound(one, twins) for one in each_of(optimizers)) or None
 
 
 def _rebound(optimizer: torch.optim.Optimizer, twins: dict[int, torch.Tensor]) -> torch.optim.Optimizer:
