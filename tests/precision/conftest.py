@@ -1,18 +1,5 @@
-"""Small models in float32 on one thread: precision is what is tested."""
+"""Precision is what is tested: float32."""
 
-from __future__ import annotations
+from one_thread import one_thread
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()
+__all__ = ["one_thread"]
