@@ -7,9 +7,10 @@ captured and planned without running; those that fit no budget are named togethe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.table import Table
@@ -23,7 +24,10 @@ from fullbatch._tree import leaves, map_tensors
 
 @dataclass(frozen=True)
 class PreparedShape:
-    """One form of a batch: how many of the batches have it, and how it will run. Peaks are bytes."""
+    """One form of a batch: how many of the batches have it, and how it will run. Peaks are bytes.
+
+    `overhead` is the predicted share of extra time; NaN in `fullbatch.eager.Step`, which predicts none.
+    """
 
     form: str
     batches: int
@@ -57,24 +61,46 @@ class Prepared(Printed):
         for shape in self.shapes[:20]:
             table.add_row(
                 shape.form, str(shape.batches), f"{shape.microbatch} of {shape.samples}",
-                format_bytes(shape.predicted_peak), f"{shape.overhead:.1%}",
+                format_bytes(shape.predicted_peak), "-" if math.isnan(shape.overhead) else f"{shape.overhead:.1%}",
             )  # fmt: skip
         if len(self.shapes) > 20:
             table.add_row(f"... and {len(self.shapes) - 20} more", "", "", "", "")
         return table
 
 
-def prepare(plan: Callable[[Any], Plan], batches: Iterable[Any], device: torch.device) -> Prepared:
-    """Plans each distinct form in `batches`. Raises what `plan` raises, for all forms together."""
+class Planned(Protocol):
+    """What is read of a plan, of a captured step or of one that is run."""
+
+    @property
+    def batch(self) -> int:
+        """Samples."""
+
+    @property
+    def microbatch(self) -> int:
+        """Samples at once."""
+
+    @property
+    def predicted_peak(self) -> int:
+        """Bytes."""
+
+
+def prepare(
+    plan: Callable[[Any], Planned], batches: Iterable[Any], device: torch.device,
+    form: Callable[[Any], str] | None = None,
+) -> Prepared:  # fmt: skip
+    """Plans each distinct form in `batches`. Raises what `plan` raises, for all forms together.
+
+    `form` says which batches are planned as one, and that `plan` runs them: they are then given to it as they are.
+    """
     counts: dict[str, int] = {}
-    plans: dict[str, tuple[str, Plan]] = {}
+    plans: dict[str, tuple[str, Planned]] = {}
     failed: list[FullbatchError] = []
     for batch in _iterated(batches):
-        key = repr(map_tensors(lambda tensor: _form(tensor, device), batch))
+        key = repr(map_tensors(lambda tensor: form_of(tensor, device), batch)) if form is None else form(batch)
         counts[key] = counts.get(key, 0) + 1
         if counts[key] == 1:
             try:
-                plans[key] = described(batch), plan(_with_storage(batch, device))
+                plans[key] = described(batch), plan(_with_storage(batch, device) if form is None else batch)
             except FullbatchError as error:
                 failed.append(_about(batch, error))
     if failed:
@@ -82,9 +108,12 @@ def prepare(plan: Callable[[Any], Plan], batches: Iterable[Any], device: torch.d
     if not plans:
         raise _nothing("no batch")
     shapes = [
-        PreparedShape(form, counts[key], made.batch, made.microbatch, made.predicted_peak, made.overhead)
-        for key, (form, made) in plans.items()
-    ]
+        PreparedShape(
+            shape, counts[key], made.batch, made.microbatch, made.predicted_peak,
+            made.overhead if isinstance(made, Plan) else math.nan,
+        )
+        for key, (shape, made) in plans.items()
+    ]  # fmt: skip
     return Prepared(tuple(sorted(shapes, key=lambda shape: -shape.predicted_peak)))
 
 
@@ -111,7 +140,8 @@ def _sizes(tensor: torch.Tensor) -> str:
     return f"{'x'.join(str(size) for size in tensor.shape) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _form(tensor: torch.Tensor, device: torch.device) -> tuple[Any, ...]:
+def form_of(tensor: torch.Tensor, device: torch.device) -> tuple[Any, ...]:
+    """What of a tensor makes it another form; one on `meta` stands for one on `device`."""
     where = device if tensor.device.type == "meta" else tensor.device
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, where.type, tensor.requires_grad
 

@@ -8,7 +8,7 @@ of batch that was seen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +34,7 @@ class Progress:
 
     def state(self, device: torch.device) -> dict[str, Any]:
         """Ints and tensors, which `torch.load(..., weights_only=True)` reads."""
-        generators = {"cpu": torch.get_rng_state()}
-        if device.type == "cuda":
-            generators[str(device)] = torch.cuda.get_rng_state(device)
+        generators = {name: source.read() for name, source in default_generators(device).items()}
         sizes = {**self.pinned, **self.microbatches}
         return {"format": _FORMAT, "steps": self.steps, "microbatches": sizes, "generators": generators}
 
@@ -44,29 +42,89 @@ class Progress:
         """Takes over `state` and sets the default generators; changes nothing where it raises PlanError."""
         _check(state)
         sizes = {int(batch): int(size) for batch, size in state["microbatches"].items()}
-        _refuse_others(sizes, given, microbatch)
-        torch.set_rng_state(state["generators"]["cpu"].cpu())
-        own = state["generators"].get(str(device))
-        if device.type == "cuda" and own is not None:
-            torch.cuda.set_rng_state(own.cpu(), device)
+        set_generators(default_generators(device), state["generators"], _others(sizes, given, microbatch))
         self.steps, self.microbatches, self.pinned = int(state["steps"]), dict(sizes), sizes
+
+
+@dataclass(frozen=True)
+class Source:
+    """A generator: how its state is read, as what a checkpoint can hold, and how it is set."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+def default_generators(device: torch.device) -> dict[str, Source]:
+    """torch's own that a step on `device` draws from, by the name that a state has them under."""
+    found = {"cpu": Source(torch.get_rng_state, lambda state: torch.set_rng_state(state.cpu()))}
+    if device.type == "cuda":
+        found[str(device)] = Source(
+            lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state.cpu(), device)
+        )
+    return found
+
+
+def set_generators(sources: Mapping[str, Source], states: Mapping[str, Any], faults: Iterable[Fault] = ()) -> None:
+    """Sets each generator that `states` has a state for.
+
+    Raises PlanError with `faults`, found before, and those of states that a generator does not take; all generators
+    are then as before.
+    """
+    before = {name: source.read() for name, source in sources.items()}
+    found = list(faults)
+    for name, source in sources.items():
+        try:
+            if name in states:
+                source.write(states[name])
+        except Exception as error:  # each kind of generator has its own ways to refuse
+            found.append(_not_taken(name, error))
+    if found:
+        for name, source in sources.items():
+            source.write(before[name])
+        raise PlanError(*found)
+
+
+def _not_taken(name: str, error: Exception) -> Fault:
+    return Fault(
+        f"The state of the generator {name} cannot be set.",
+        got=f"{type(error).__name__}: {error!s:.80}",
+        expected="the state that step.state_dict() read from it",
+        next="step.load_state_dict(checkpoint['step'])",
+    )
+
+
+def no_state(state: Any, of: str = "a step") -> PlanError:
+    """The error of something else in the place of a state."""
+    got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+    if isinstance(state, Mapping) and "format" in state:
+        got = f"format {state['format']!r} with {got}"
+    return PlanError.of(
+        f"This is no state of {of}.", got=f"{got!s:.80}", expected="what step.state_dict() returned",
+        next="step.load_state_dict(checkpoint['step'])",
+    )  # fmt: skip
 
 
 def _check(state: Any) -> None:
     names = {"format", "steps", "microbatches", "generators"}
     whole = isinstance(state, Mapping) and names <= state.keys() and state["format"] == _FORMAT
-    if not whole or not isinstance(state["generators"].get("cpu"), torch.Tensor):
-        got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-        raise PlanError.of(
-            "This is no state of a step.", got=f"{got!s:.80}", expected="what step.state_dict() returned",
-            next="step.load_state_dict(checkpoint['step'])",
-        )  # fmt: skip
+    if not whole or not _is_count(state["steps"]) or not _are_sizes(state["microbatches"]):
+        raise no_state(state)
+    if not isinstance(state["generators"], Mapping) or "cpu" not in state["generators"]:
+        raise no_state(state)
 
 
-def _refuse_others(sizes: Mapping[int, int], given: Mapping[int, int], microbatch: int | None) -> None:
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_is_count(size) and size for pair in value.items() for size in pair)
+
+
+def _others(sizes: Mapping[int, int], given: Mapping[int, int], microbatch: int | None) -> list[Fault]:
     """Another microbatch would draw other masks and round otherwise."""
     asked = {batch: given.get(batch, min(microbatch, batch) if microbatch else size) for batch, size in sizes.items()}
-    faults = [
+    return [
         Fault(
             f"The checkpoint's steps of {batch} samples ran in microbatches of {size}.",
             got=f"a step that is asked for microbatches of {asked[batch]}",
@@ -76,5 +134,3 @@ def _refuse_others(sizes: Mapping[int, int], given: Mapping[int, int], microbatc
         for batch, size in sizes.items()
         if asked[batch] != size
     ]
-    if faults:
-        raise PlanError(*faults)

@@ -165,3 +165,26 @@ def test_gradients_that_are_kept_count() -> None:
     step(batch)  # beside the gradients of the first
     assert step.plan.microbatch < 8
     assert step.plan.predicted_peak <= step.plan.budget
+
+
+def test_a_plan_that_was_made_anew_on_short_samples_is_not_taken_for_long_ones() -> None:
+    model, long, short = Net(blocks=8), tokens([64] * 8, longest=64), tokens([16] * 8, longest=16)
+    step = fullbatch.eager.Step(token_loss, model, long, memory=int(0.5 * whole_peak(model, long)))
+    first = step.plan
+    more = first.budget - first.predicted_peak + sum(part.nbytes for part in long)
+    model.register_buffer("more", torch.zeros(more // 8 + 1))  # more is owned than when the step was planned
+    step(short)
+    assert step.plan.microbatch > first.microbatch
+    model.zero_grad(set_to_none=True)
+    step(long)
+    assert step.plan.predicted_peak <= step.plan.budget
+    assert measured(step, model, long) == step.plan.activations
+
+
+def test_a_microbatch_that_is_asked_for_is_kept_after_a_short_batch() -> None:
+    model, batch = Net(), tokens([32] * 8)
+    step = fullbatch.eager.Step(token_loss, model, batch, microbatch=4, memory="1GiB")
+    step(tokens([64] * 2, longest=64))  # heavier, and planned anew for that
+    assert step.plan.microbatch == 2
+    step(batch)
+    assert step.plan.microbatch == 4

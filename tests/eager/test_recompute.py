@@ -184,6 +184,47 @@ def test_batch_norm_makes_one_update_with_the_mean_of_the_microbatches(
     assert [int(block.norm.num_batches_tracked) for block in model.blocks] == [1] * 4
 
 
+class Counting(Block):
+    """Computes with a buffer that it moves first, once it is told to."""
+
+    def __init__(self, width: int, p: float = 0.0, started: bool = False) -> None:
+        super().__init__(width, p)
+        self.register_buffer("moved", torch.ones(()))
+        self.started, self.calls = started, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.started:
+            self.moved.add_(1)
+        self.calls += 1
+        return super().forward(x * self.moved)
+
+
+def test_a_buffer_that_begins_to_move_after_planning(batch: Any) -> None:
+    model = Net(block=Counting)
+    step = squeezed(token_loss, model, batch, allow_inexact=True)
+    agrees(step, token_loss, model, batch)
+    for block in model.blocks:
+        block.started = True
+    agrees(step, token_loss, model, batch)
+    agrees(step, token_loss, model, batch)
+    assert [block.calls for block in model.blocks] == [3] * 4
+
+
+def test_such_a_step_draws_what_it_would_if_the_buffer_had_been_known(batch: Any) -> None:
+    results = []
+    for started in (False, True):
+        torch.manual_seed(0)
+        model = Net(block=Counting, p=0.5, started=started)
+        step = squeezed(token_loss, model, batch, allow_inexact=True)
+        for block in model.blocks:
+            block.started = True
+        seeded(5)
+        results.append((collect(step(batch), model), torch.get_rng_state()))
+    (late, after), (known, expected) = results
+    assert compare(late, known).within(0.0)
+    assert torch.equal(after, expected)
+
+
 class Layer:
     """Keys of one layer, as a cache that is made before the forward holds them."""
 

@@ -128,7 +128,29 @@ def test_another_microbatch_is_refused_and_changes_nothing() -> None:
     assert other.step.state_dict()["steps"] == 0
 
 
-@pytest.mark.parametrize("broken", [None, {}, {"format": 0, "steps": 1, "microbatches": {}, "generators": {}}])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        None,
+        {},
+        {"format": 0, "steps": 1, "microbatches": {}, "generators": {}},
+        {"format": 1, "steps": 1, "microbatches": 3, "generators": {"cpu": torch.get_rng_state()}},
+        {"format": 1, "steps": None, "microbatches": {}, "generators": {"cpu": torch.get_rng_state()}},
+        {"format": 1, "steps": 1, "microbatches": {}, "generators": 3},
+    ],
+)
 def test_what_is_no_state_is_refused(broken: Any) -> None:
     with pytest.raises(fullbatch.PlanError, match="no state of a step"):
         Run(microbatch=4).step.load_state_dict(broken)
+
+
+def test_a_generator_s_state_that_cannot_be_set_is_named_with_all_else() -> None:
+    killed = Run(microbatch=4)
+    killed.train(0, 2)
+    kept = {**killed.step.state_dict(), "generators": {"cpu": torch.zeros(3)}}
+    other, before = Run(microbatch=5), torch.get_rng_state()
+    with pytest.raises(fullbatch.PlanError, match="generator cpu cannot be set") as caught:
+        other.step.load_state_dict(kept)
+    assert len(caught.value.faults) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+    assert other.step.state_dict()["steps"] == 0

@@ -100,6 +100,10 @@ def filled(size: list[int], value: Any, **kwargs: Any) -> torch.Tensor:
     return torch.full([1] * len(size), value, **kwargs).expand(size)
 
 
+IN_STRIDES = " in strides"
+"""What follows the operator's name in that of a kernel by `in_strides`."""
+
+
 def in_strides(operator: Any, strides: tuple[tuple[int, ...] | None, ...]) -> Callable[..., Any]:
     """`operator` with its outputs in these strides, in which the graph that reads them was traced."""
 
@@ -114,7 +118,8 @@ def in_strides(operator: Any, strides: tuple[tuple[int, ...] | None, ...]) -> Ca
         ]
         return tuple(kept) if many else kept[0]
 
-    traced._qualified = f"{operator} in strides"  # type: ignore[attr-defined]
+    known = getattr(operator, "_qualified", operator)
+    traced._qualified = f"{known}{IN_STRIDES}"  # type: ignore[attr-defined]
     return traced
 
 

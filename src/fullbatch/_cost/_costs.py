@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fullbatch._axis._kernels import IN_STRIDES
 from fullbatch._ir import Kind, Program, Task
 
 
@@ -89,7 +90,8 @@ def _read_twice(task: Task) -> tuple[int, ...]:
     kernel = task.kernel
     if kernel is None or not kernel.name.startswith("aten."):
         return ()
-    count, training = _TWO_PASSES.get(kernel.name.rsplit(".", 1)[0], (0, 0))
+    operator = kernel.name.removesuffix(IN_STRIDES)
+    count, training = _TWO_PASSES.get(operator.rsplit(".", 1)[0], (0, 0))
     return task.inputs[:count] if count and kernel.args[training] is True else ()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fullbatch._errors import BudgetError, Fault
 from fullbatch._ir import Program
+from fullbatch._plan._bound import least_time, least_with
 from fullbatch._plan._schedule import Schedule
 from fullbatch._plan._side import Candidate, Side
 from fullbatch._plan._simulate import Simulated, simulate
@@ -138,11 +139,15 @@ class Planner:
         sizes = [size for size in microbatch_sizes(self._batch) if size < self._batch]
         split = self._split
         if not split.across:
-            for size in _by_bisection(sizes, lambda size: split.hold_all(size).peak <= room):
-                if size == sizes[-1]:
-                    yield self._fitting(split, size, room)
-                else:
-                    yield [split.hold_all(size, split.costs(size, room))]
+            fitting, *smaller = _by_bisection(sizes, lambda size: split.hold_all(size).peak <= room)
+            yield self._all_or_fitting(fitting, room, sizes)
+            for size in reversed(sizes[: sizes.index(fitting)]):  # with something run again, fewer read the weights
+                best = min((choice.overhead for _, choice in fits), default=0.0)
+                if least_with(split, size, room) / self._plain - 1 > best - _BETTER:
+                    break
+                yield self._fitting(split, size, room)
+            for size in smaller:
+                yield self._all_or_fitting(size, room, sizes)
             return
         # A smaller microbatch has less at work and leaves more to hold, but reads the weights more often.
         outlook = {size: split.outlook(size, room) for size in sizes}
@@ -150,6 +155,11 @@ class Planner:
             if len({candidate.size for candidate, _ in fits}) >= _SIZES:
                 return
             yield self._fitting(split, size, room)
+
+    def _all_or_fitting(self, size: int, room: int, sizes: Sequence[int]) -> list[Candidate]:
+        if size == sizes[-1]:
+            return self._fitting(self._split, size, room)
+        return [self._split.hold_all(size, self._split.costs(size, room))]
 
     def _fitting(self, side: Side, size: int, room: int) -> list[Candidate]:
         """The fastest candidates that fit by the costs they were planned with; else the one with least peak."""
@@ -169,9 +179,10 @@ class Planner:
     def _bound(self, room: int) -> float:
         """The least overhead that this room allows, in either program."""
         if room not in self._bounds:
-            least = min(
-                side.bound(room) for side in ((self._whole, self._split) if self._batch > 1 else (self._whole,))
-            )
+            least = least_time(self._whole, [self._batch], room)
+            if self._batch > 1:
+                sizes = [size for size in microbatch_sizes(self._batch) if size < self._batch]
+                least = min(least, least_time(self._split, sizes, room))
             self._bounds[room] = max(0.0, least / self._plain - 1)
         return self._bounds[room]
 

@@ -18,10 +18,15 @@ from fullbatch._plan._simulate import Ledger
 
 @dataclass(frozen=True)
 class Profile:
-    """`peaks[t]`: most bytes in segment t. `whole[t]`: bytes at its start of what no microbatch owns."""
+    """`peaks[t]`: most bytes in segment t.
+
+    Bytes of what no microbatch owns: `whole[t]` at the start of segment t, for the first microbatch; `during[t]` in it,
+    from the second on, which finds the sums of the first.
+    """
 
     peaks: tuple[int, ...]
     whole: tuple[int, ...]
+    during: tuple[int, ...]
 
     @property
     def peak(self) -> int:
@@ -36,7 +41,7 @@ def profile(
     walk = _Walk(program, segments, size, cost)
     for stage, phase in enumerate(phases):
         walk.phase(phase, where[stage] if stage < len(where) else ())
-    return Profile(tuple(walk.peaks), tuple(walk.whole))
+    return Profile(tuple(walk.peaks), tuple(walk.whole), tuple(walk.during.get(t, 0) for t in range(segments)))
 
 
 class _Walk:
@@ -48,6 +53,7 @@ class _Walk:
         self._all = Ledger()
         self._mine = Ledger() if self._count > 1 else self._all
         self.peaks, self.whole = [0] * segments, [0] * segments
+        self.during: dict[int, int] = {}
         self._segment = -1
         self._results: set[tuple[int, int]] = set()  # storages of targets made so far, with their bytes
         self._targets = 0  # of this stage
@@ -74,6 +80,7 @@ class _Walk:
         after = self._mine.live
         whole = born + self._targets  # all microbatches but the last free nothing that is whole
         for segment, high in high_of.items():
+            self.during[segment] = min(whole, self.during.get(segment, whole))
             self.peaks[segment] = max(self.peaks[segment], int(whole + high + others * max(before, after)))
 
     def _mine_elsewhere(self, before: int) -> int:

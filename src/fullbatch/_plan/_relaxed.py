@@ -28,6 +28,8 @@ _Array = npt.NDArray[np.float64]
 # Values of which the relaxation holds less than this share are not held.
 _LITTLE = 0.05
 
+_INFEASIBLE = 2  # a status of scipy.optimize.linprog
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -35,6 +37,15 @@ class Holding:
 
     held: tuple[frozenset[int], ...]
     bound: float
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A first run in `segment` beside which `free` bytes may be held; its own `values` are there in any case."""
+
+    segment: int
+    free: float
+    values: frozenset[int]
 
 
 class HoldingProblem:
@@ -118,19 +129,21 @@ class HoldingProblem:
 
     # ---- solving
 
-    def bound(self, room: Sequence[float]) -> float:
+    def bound(self, room: Sequence[float], moments: Sequence[Moment] = ()) -> float:
         """The least cost of what is run again, where `room[t]` bytes may be held into segment t; inf: not possible."""
-        return self._least_cost(room, bounding=True)
+        if min((*room[1:], *(moment.free for moment in moments)), default=0.0) < 0:
+            return float("inf")
+        return self._least_cost(room, bounding=True, moments=moments)
 
     def outlook(self, room: Sequence[float]) -> float:
         """The same where all that is run again in a segment takes its room at once."""
         return self._least_cost(room, bounding=False)
 
-    def _least_cost(self, room: Sequence[float], bounding: bool) -> float:
-        found = self._solve(room, bounding)
-        return float("inf") if found is None else float(self._costs @ found)
+    def _least_cost(self, room: Sequence[float], bounding: bool, moments: Sequence[Moment] = ()) -> float:
+        found = self._solve(room, bounding, moments)
+        return float("inf") if found is None else float(self._costs @ found[: len(self._costs)])
 
-    def _solve(self, room: Sequence[float], bounding: bool = False) -> _Array | None:
+    def _solve(self, room: Sequence[float], bounding: bool = False, moments: Sequence[Moment] = ()) -> _Array | None:
         count, rows = len(self._costs), self.reduced.segments - 1
         if not count:
             return np.zeros(0)
@@ -138,11 +151,42 @@ class HoldingProblem:
         begin = self._memory + (0 if bounding else rows)
         least[begin : begin + rows] = -np.array(room[1:]) / self._bytes
         used = np.isfinite(least)
-        found = linprog(
-            self._costs / self._unit, A_ub=-self._matrix[used], b_ub=-least[used] + 1e-9, bounds=(0, 1),
-            method="highs-ds",
-        )  # fmt: skip
+        costs, matrix, least = self._costs / self._unit, self._matrix[used], least[used]
+        if moments:
+            costs, matrix, least = self._beside(moments, costs, matrix, least)
+        found = linprog(costs, A_ub=-matrix, b_ub=-least + 1e-9, bounds=(0, 1), method="highs-ds")
+        if found.x is None and found.status != _INFEASIBLE:
+            return np.zeros(len(costs))  # nothing is known, which bounds nothing
         return None if found.x is None else np.asarray(found.x)
+
+    def _beside(
+        self, moments: Sequence[Moment], costs: _Array, matrix: csr_array, least: _Array
+    ) -> tuple[_Array, csr_array, _Array]:
+        """The program with columns for what lies through a segment: held into the next, not run again in it."""
+        columns: dict[tuple[int, int], int] = {}  # (segment, value) -> column
+        entries: list[tuple[int, int, float]] = []
+        bounds = list(least)
+        for segment in sorted({moment.segment for moment in moments}):
+            after = self._held[segment + 1] if segment + 1 < len(self._held) else {}
+            for value, held in after.items():
+                run = self._runs[segment].get(self.reduced.makers[value].index)
+                if run is not None:
+                    lies = columns[segment, value] = len(costs) + len(columns)
+                    entries += [(len(bounds), lies, 1.0), (len(bounds), held, -1.0), (len(bounds), run, 1.0)]
+                    bounds.append(0.0)
+        for moment in moments:
+            entries += [
+                (len(bounds), column, -self._share(value))
+                for (segment, value), column in columns.items()
+                if segment == moment.segment and value not in moment.values
+            ]
+            bounds.append(-moment.free / self._bytes)
+        costs = np.concatenate([costs, np.zeros(len(columns))])
+        old = coo_array(matrix)
+        rows = np.concatenate([old.row, [row for row, _, _ in entries]]).astype(np.int64)
+        places = np.concatenate([old.col, [column for _, column, _ in entries]]).astype(np.int64)
+        shares = np.concatenate([old.data, [share for _, _, share in entries]])
+        return costs, csr_array(coo_array((shares, (rows, places)), shape=(len(bounds), len(costs)))), np.array(bounds)
 
     def choose(self, room: Sequence[float]) -> Holding | None:
         """What to hold where `room[t]` bytes are for what is held into segment t and run again in it."""

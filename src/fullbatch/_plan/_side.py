@@ -20,7 +20,8 @@ from fullbatch._plan._profile import Profile, profile
 from fullbatch._plan._reduced import Price, Reduced, reduce_program
 from fullbatch._plan._relaxed import HoldingProblem
 from fullbatch._plan._schedule import Schedule, assemble, microbatches, targets_early
-from fullbatch._plan._stages import TARGETS, Stages
+from fullbatch._plan._stages import Stages
+from fullbatch._plan._storages import Storages
 
 # Segments at most, the first number for which the linear program has no more columns than it can be solved often with.
 _SEGMENTS = (1000, 60, 30, 15)
@@ -135,18 +136,7 @@ class Side:
 
     def least_room(self, size: int) -> int:
         """Bytes of the largest operator's operands and results: less room than this fits no plan."""
-        program, most = self.program, 0
-        own: dict[int, tuple[int, int]] = {}  # value -> the storage behind it and its bytes; an expanded view has few
-        for task in program.tasks:
-            made = [out for out in task.outputs if out is not None]
-            shares = task.stores_nothing or (task.kind in TARGETS and size == program.batch)
-            for out in made:
-                if shares and task.inputs and task.inputs[0] in own:
-                    own[out] = own[task.inputs[0]]
-                elif not shares and task.kind is not Kind.SLICE:
-                    own[out] = out, program.values[out].nbytes(size, program.batch)
-            most = max(most, sum(dict(own[value] for value in (*task.inputs, *made) if value in own).values()))
-        return most
+        return Storages(self.program, size).largest()
 
     def costs(self, size: int, room: int | None) -> Coster:
         """Exact costs at this size where they can be had within `room` bytes, else estimates."""
@@ -203,11 +193,16 @@ class Side:
         return tried
 
     def search(self, start: Candidate, room: int, cost: Coster) -> list[Candidate]:
-        """Candidates that may be faster than `start`, which fits."""
-        problem = self.problem(start.size)
-        polish = Polish(problem, start.held, self._limits(start, room))
-        polish.search(_SEARCHES)
-        return list(self._settled(polish.held, start, room, cost, 0.0))
+        """Candidates that may be faster than `start`, which fits: from there, and from the relaxation of its limits."""
+        problem, limits = self.problem(start.size), self._limits(start, room)
+        again = problem.choose(limits)
+        found: list[Candidate] = []
+        for held in (start.held, *([again.held] if again else [])):
+            polish = Polish(problem, held, limits)
+            polish.within(limits)
+            polish.search(_SEARCHES)
+            found += self._settled(polish.held, start, room, cost, 0.0)
+        return found
 
     def _limits(self, candidate: Candidate, room: int) -> list[float]:
         """Bytes that may be held into each segment, where what comes on top is as in `candidate`."""
@@ -283,16 +278,6 @@ class Side:
         """All that can be run again is."""
         nothing = tuple(frozenset[int]() for _ in range(self.segments.count))
         return self._candidate(nothing, size, cost)
-
-    def bound(self, room: int) -> float:
-        """The least time, in bytes moved, of any schedule of this program with a peak of `room` bytes."""
-        size = self.program.batch if self.across or not self.splits else 1
-        problem = self.problem(size)
-        whole = self.hold_all(size).profile.whole
-        again = problem.bound([max(0.0, room - fixed) for fixed in whole])
-        least = 2 if self.splits else 1  # microbatches: as one, the whole batch runs by the other program
-        runs = self.hold_all(self.program.batch).schedule.count_runs()
-        return self.work + again + self.shared * (least - 1) + self.launch * runs
 
 
 def _exceeding(peaks: Sequence[int], room: int) -> Iterator[int]:

@@ -67,6 +67,21 @@ def run(job: Job, cut: Cut, batch: Any, spans: Sequence[Span], mode: Mode) -> Re
     Raises LossError where loss_fn's results are not what it must return. Generators have moved afterwards and Python
     state is that of the last microbatch; buffers are as before, and `.grad` too.
     """
+    before = (Snapshot(job.roots()), Generators(job.device)) if mode.checkpoints else None
+    known = set(job.moving)
+    result = _run(job, cut, batch, spans, mode)
+    if before is None or job.moving <= known:
+        return result
+    # A buffer has begun to move, and each recompute read what its forward had left in it, since nothing was kept.
+    del result
+    state, generators = before
+    state.restore()
+    state.rewind()
+    generators.restore()
+    return _run(job, cut, batch, spans, mode)
+
+
+def _run(job: Job, cut: Cut, batch: Any, spans: Sequence[Span], mode: Mode) -> Result:
     buffers, versions = Buffers(job.model), read_only(job, batch)
     sums = Sums(sum(stop - start for start, stop in spans))
     try:

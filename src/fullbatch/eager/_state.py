@@ -39,7 +39,7 @@ class Snapshot:
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self._kept: list[tuple[str, Any, Any]] = []
-        self._drawn: list[tuple[Any, Any]] = []
+        self._drawn: list[tuple[str, Any, Any]] = []
         self._seen: set[int] = set()
         for name, root in roots:
             self._keep(name, root, 0)
@@ -53,12 +53,16 @@ class Snapshot:
 
     def rewind(self) -> None:
         """Puts back the state of generators that modules hold."""
-        for generator, state in self._drawn:
-            _set_generator(generator, state)
+        for _, generator, state in self._drawn:
+            set_generator(generator, state)
 
     def drawn(self) -> bool:
         """Whether a generator that a module holds has moved."""
-        return any(not _same_state(_get_generator(generator), state) for generator, state in self._drawn)
+        return any(not _same_state(get_generator(generator), state) for _, generator, state in self._drawn)
+
+    def generators(self) -> dict[str, Any]:
+        """Generators that modules hold, by name."""
+        return {name: generator for name, generator, _ in self._drawn}
 
     def changed(self) -> dict[str, Any]:
         """What is not as it was, by name, with its value now."""
@@ -78,8 +82,8 @@ class Snapshot:
         if type(value) in _COMMON or id(value) in self._seen or isinstance(value, _ATOMS):
             return
         self._seen.add(id(value))
-        if isinstance(value, _GENERATORS):
-            self._drawn.append((value, _get_generator(value)))
+        if isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):  # that one has no state
+            self._drawn.append((name, value, get_generator(value)))
         elif isinstance(value, nn.Module):
             self._kept.append((name, vars(value), dict(vars(value))))
             children = vars(value).get("_modules")
@@ -143,7 +147,8 @@ def _write(container: Any, kept: Any) -> None:
         container.extend(kept)
 
 
-def _get_generator(generator: Any) -> Any:
+def get_generator(generator: Any) -> Any:
+    """The state of a generator that an object holds, as its class gives it."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.Random):
@@ -155,7 +160,8 @@ def _same_state(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else str(a) == str(b)
 
 
-def _set_generator(generator: Any, state: Any) -> None:
+def set_generator(generator: Any, state: Any) -> None:
+    """Sets it."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

@@ -7,44 +7,28 @@ returns. What is exact that way is done exactly; what is not is refused by name,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fullbatch._arguments import check_callable, check_memory, check_microbatch
 from fullbatch._closure import closure_of
-from fullbatch._errors import LossError, ModelError, check_all
-from fullbatch._hooks import refuse_backward_hooks
-from fullbatch._memory._free import RESERVE, free_bytes
-from fullbatch._memory._owned import owned_bytes
+from fullbatch._errors import ModelError, check_all
 from fullbatch._memory._twin import each_of
-from fullbatch._plan._planner import microbatch_sizes
+from fullbatch._prepared import Prepared
 from fullbatch._run._commit import Pending, commit
 from fullbatch._scaler import scale_of
 from fullbatch._size import parse_bytes
-from fullbatch._tree import check_devices, leaves, named_tensors
-from fullbatch.eager._coupled import Findings, batch_norms, norms_named, norms_refused, only_reads
-from fullbatch.eager._cut import Cut, find_cut
-from fullbatch.eager._formats import refuse_formats
+from fullbatch._tree import check_devices, named_tensors
+from fullbatch.eager._buffers import Rule
+from fullbatch.eager._cut import find_cut
 from fullbatch.eager._loop import Job, Mode, Result, preserved, run
-from fullbatch.eager._place import Choice, Placer
-from fullbatch.eager._plan import NO_CERTIFICATE, Plan, listed
-from fullbatch.eager._probe import probe
-from fullbatch.eager._recompute import caches_off, named_modules
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """What was found on an example, and how heavy its samples were."""
-
-    choice: Choice
-    findings: Findings
-    compared: bool
-    weight: float
-    budget: int | None
-    caches: tuple[str, ...]
+from fullbatch.eager._plan import Plan, listed
+from fullbatch.eager._planning import Planning, Settings
+from fullbatch.eager._recompute import caches_off
+from fullbatch.eager._resume import load_state, state_of
+from fullbatch.eager._state import Generators
 
 
 class Step:
@@ -63,10 +47,11 @@ class Step:
     counters move by one a step. An attribute that keeps tensors is left as by the last microbatch, and the plan names
     it. Forward hooks run once a microbatch, gradient hooks of parameters once, on the whole batch's gradient.
     transformers' key/value caches are off. Checkpoints are non-reentrant; their recompute sees the generators of
-    torch, Python and NumPy, the buffers and the Python state of the forward, and leaves no trace in them. State
-    outside of the modules and of the arguments of a checkpointed module is not put back: where it changes the result,
-    the module is not checkpointed and the plan says so. Random numbers follow your seed, microbatch by microbatch: they
-    are not those that the undivided batch would draw.
+    torch, Python and NumPy, the buffers and the Python state of the forward, and leaves no trace in them. The first
+    step in which a buffer moves that was left alone before is run twice, to recompute from its old value. State outside
+    of the modules and of the arguments of a checkpointed module is not put back: where it changes the result, the
+    module is not checkpointed and the plan says so. Random numbers follow your seed, microbatch by microbatch: they are
+    not those that the undivided batch would draw.
 
     Two things couple samples, and are refused by name: modules that use statistics of the batch (BatchNorm in train
     mode), and a loss whose sum or count is not that of its parts. The second is tried on the example, with every
@@ -75,9 +60,8 @@ class Step:
     samples than a forward has room for. A microbatch of the whole batch, where asked for, is exact whatever couples
     it.
 
-    What `fullbatch.Step` has besides, this has not: no `prepare`, `verify` or saved plans, and no `state_dict`. For a
-    resumed run with the same bits save the states of the generators that `loss_fn` draws from (`torch.get_rng_state()`)
-    and `plan.microbatch`, and give that as `microbatch=`.
+    `prepare` plans for every form of a batch before training, and `state_dict` in a checkpoint makes a resumed run end
+    with the same bits. What `fullbatch.Step` has besides, this has not: no `verify`, and no saved plans.
 
     Args:
         loss_fn: `loss_fn(model, batch) -> (loss_sum, count)`: a scalar sum of losses, and what it is to be divided by
@@ -121,18 +105,16 @@ class Step:
             lambda: check_memory(memory, model),
             lambda: check_microbatch(microbatch, find_cut(batch, batch_dims).size),
         )
-        self._loss_fn, self._model, self._batch_dims = loss_fn, model, batch_dims
-        self._optimizers = each_of(optimizer)
-        self._memory = None if memory is None else parse_bytes(memory)
-        self._microbatch, self._allow = microbatch, allow_inexact
-        self._free: int | None = None
-        self._planned: _Planned | None = None
-        self._job = Job(loss_fn, model, check_devices(model))
-        self._plan = self._prepare(batch)[1]
+        self._model, self._optimizers, self._allow = model, each_of(optimizer), allow_inexact
+        settings = Settings(None if memory is None else parse_bytes(memory), microbatch, allow_inexact)
+        job = Job(loss_fn, model, check_devices(model))
+        self._planning = Planning(job, settings, batch_dims, self._optimizers)
+        self._plan = self._planning.place(batch)[2]
+        self._steps = 0
 
     @property
     def plan(self) -> Plan:
-        """The plan of the last call; before the first, that of the example batch."""
+        """The plan of the last call; before the first, that of the example batch. A loaded state changes it."""
         return self._plan
 
     def __call__(self, batch: Any, *, scaler: torch.amp.GradScaler | None = None) -> torch.Tensor:
@@ -146,13 +128,15 @@ class Step:
         Raises:
             What the constructor raises. `.grad`, buffers, generators and Python state are then as before.
         """
-        cut, plan = self._prepare(batch)
-        scale = scale_of(scaler, self._job.device)
-        with preserved(self._job, always=False), caches_off(self._model):
+        cut, placement, plan = self._planning.place(batch)
+        job = self._planning.job
+        scale = scale_of(scaler, job.device)
+        with preserved(job, always=False), caches_off(self._model):
             mode = Mode(plan.checkpointed, 1.0 if scale is None else float(scale))
-            result = run(self._job, cut, batch, cut.spans(plan.microbatch), mode)
-            self._commit(result)
+            result = run(job, cut, batch, cut.spans(plan.microbatch), mode)
+            self._commit(result, placement.findings.rules)
         self._plan = plan
+        self._steps += 1
         return result.sums.mean()
 
     def closure(self, batch: Any) -> Callable[[], torch.Tensor]:
@@ -163,112 +147,67 @@ class Step:
         """
         return closure_of(self, self._model, self._optimizers, batch)
 
-    # ---- planning
+    def prepare(self, batches: Iterable[Any]) -> Prepared:
+        """Plans each distinct form of a batch before training: the worst is known then, and later none is tried.
 
-    def _prepare(self, batch: Any) -> tuple[Cut, Plan]:
-        """How this batch is cut and run; plans where that is not known."""
-        refuse_backward_hooks(self._model)
-        cut = find_cut(batch, self._batch_dims)
-        self._job = replace(self._job, device=check_devices(self._model))
-        parameters, buffers = (named_tensors(self._model, which) for which in ("parameters", "buffers"))
-        refuse_formats([*leaves(batch), *parameters.items(), *buffers.items()])
-        norms = self._norms(cut)
-        if self._planned is None:
-            with caches_off(self._model):
-                only_reads(self._job, cut, batch, cut.spans(self._sizes(cut.size, bool(norms))[0])[0])
-            norms = self._norms(cut)  # that forward may have shown more of them
-        owned = owned_bytes(
-            self._job.device, parameters.values(), named_tensors(self._model, "buffers").values(),
-            [leaf for _, leaf in leaves(batch)], self._optimizers,
-        ).total  # fmt: skip
-        if self._planned is None or not self._serves(self._planned, batch, cut, owned, bool(norms)):
-            self._planned = self._search(batch, cut, owned, norms)
-        return cut, self._as_plan(self._planned, cut, owned, norms)
+        Each form is run several times, as the example was, on the first batch that has it; the state of all that the
+        constructor keeps is afterwards as before, and that of the default generators too, from which a loader may
+        draw. A form is the shapes and dtypes of tensors and NumPy arrays: other values in a batch are not looked at. A
+        batch of a form that is not among them runs as without `prepare`, planned anew where it is heavier than the
+        example. What a form takes is measured on that one batch: another of the same form may branch otherwise.
 
-    def _norms(self, cut: Cut) -> list[str]:
-        """Modules that use statistics of the batch, where it is not run at once. Raises ModelError."""
-        norms = batch_norms(self._model, self._job.moving) if self._splits(cut.size) else []
-        if norms and not self._allow:
-            raise norms_refused(norms)
-        return norms
+        Args:
+            batches: batches like the example, as a list or a loader gives them, with values: nothing can be run on
+                `meta`.
 
-    def _splits(self, size: int) -> bool:
-        return size > 1 and not (self._microbatch is not None and self._microbatch >= size)
+        Returns:
+            The forms, that with the largest predicted peak (bytes) first. `overhead` is NaN: no time is predicted.
 
-    def _serves(self, planned: _Planned, batch: Any, cut: Cut, owned: int, norms: bool) -> bool:
-        """Whether what was planned is good for this batch too."""
-        if not planned.compared and not norms and self._splits(cut.size):
-            return False
-        if set(planned.choice.checkpointed) - {name for name, _ in named_modules(self._model)}:
-            return False
-        if planned.budget is None:
-            return True
-        return owned + planned.choice.activations <= planned.budget and cut.weight(batch) <= planned.weight
+        Raises:
+            BudgetError: some forms fit no plan; all of them are named, `.smallest` is the budget for the worst.
+            BatchError: there is no batch in it, or one on `meta`.
+            FullbatchError: what the constructor raises, for all forms together. Nothing is planned then.
+        """
+        generators = Generators(self._planning.job.device)
+        try:
+            return self._planning.prepare(batches)
+        finally:
+            generators.restore()
 
-    def _search(self, batch: Any, cut: Cut, owned: int, norms: list[str]) -> _Planned:
-        budget = self._budget(owned)
-        room = None if budget is None else budget - owned
-        sizes = self._sizes(cut.size, bool(norms))
-        with caches_off(self._model) as caches:
-            choice = Placer(self._job, cut, batch, room, owned).choose(sizes)
-            findings, compared = Findings(), self._splits(cut.size) and not norms
-            if compared:
-                space = free_bytes(self._job.device) if room is None else room
-                findings = probe(
-                    self._job, cut, batch, choice.microbatch, choice.checkpointed, space, choice.activations
-                )
-        if findings.coupled and not self._allow:
-            raise LossError(*findings.coupled)
-        weight = max(cut.weight(batch), self._planned.weight if self._planned is not None else 0.0)
-        return _Planned(choice, findings, compared, weight, budget, caches)
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides model and optimizer, for the resumed run to end with the same bits.
 
-    def _budget(self, owned: int) -> int | None:
-        if self._memory is not None or self._microbatch is not None:
-            return self._memory
-        if self._free is None:  # found once: what is free moves with every step
-            self._free = free_bytes(self._job.device) + owned
-        return self._free
+        These are the number of steps taken, the placement (microbatch, checkpointed modules, how buffers follow), of
+        the forms that were prepared too, and the state of generators: torch's default ones (of the CPU and of the
+        step's device), Python's, NumPy's, and those that modules hold or that `loss_fn` closes over, three levels deep.
+        `torch.save` it with the rest; `torch.load(weights_only=True)` reads it.
 
-    def _sizes(self, size: int, norms: bool) -> list[int]:
-        """Microbatches to choose from, rising. BatchNorm needs more than one sample in each, the last one too."""
-        if self._microbatch is not None:
-            return [min(self._microbatch, size)]
-        sizes = sorted(microbatch_sizes(size))
-        return [m for m in sizes if m == size or (m > 1 and size % m != 1)] if norms else sizes
+        Not in it: a generator that is found elsewhere, such as in a global, and Python attributes of modules (a counter
+        that the forward reads), which `model.state_dict()` has not either.
+        """
+        return state_of(self._planning, self._steps)
 
-    def _as_plan(self, planned: _Planned, cut: Cut, owned: int, norms: list[str]) -> Plan:
-        choice = planned.choice
-        microbatch = min(choice.microbatch, cut.size)
-        inexact: list[str] = []
-        if microbatch < cut.size:
-            inexact = [norms_named(norms)] if norms else []
-            inexact += [f"{fault.what} {fault.got}" for fault in planned.findings.coupled]
-        plan = Plan(
-            cut.size, microbatch, choice.checkpointed, owned, choice.activations, planned.budget, tuple(inexact),
-            trials=choice.trials,
-        )  # fmt: skip
-        return replace(plan, notes=tuple(self._notes(planned, cut, bool(norms))))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was taken. Sets the generators: load after everything is built and prepared.
 
-    def _notes(self, planned: _Planned, cut: Cut, norms: bool) -> list[str]:
-        notes = [NO_CERTIFICATE, *planned.findings.notes, *planned.choice.notes]
-        if norms:
-            notes.append("not compared: whether the loss couples samples besides")
-        if planned.caches:
-            notes.append(f"key/value cache off while the step runs: {', '.join(planned.caches)}")
-        if cut.entries:
-            notes.append(f"cut with the tensors, one entry a sample: {', '.join(cut.entries)}")
-        shared = [path for path, dim in cut.dims.items() if dim is None]
-        if shared:
-            notes.append(f"the same for all microbatches: {', '.join(shared)}")
-        if self._memory is None and self._microbatch is None:
-            notes.append(f"budget: what is free now plus what the step owns, less a reserve of {RESERVE:.0%}")
-        return notes
+        Steps run in the checkpoint's placement, as if it had been measured here, within the budget of this step: where
+        that is less than the run had which was saved, the microbatch stays and checkpoints are placed anew, which
+        changes no bit. What neither run has measured when the checkpoint is taken, a batch heavier than any before, is
+        planned anew; `prepare` rules that out. Without `memory=` and `microbatch=` the checkpoint's are used; of what
+        is free, no more than there was. On another kind of device, with other threads or another torch, the run goes
+        on, but not to the same bits.
+
+        Raises:
+            PlanError: `state` is none, or of another model, or this step was given another microbatch. All that is
+                wrong is listed, and nothing of it is loaded.
+        """
+        self._steps = load_state(self._planning, state)
+        self._plan = self._planning.again()
 
     # ---- the end of a step
 
-    def _commit(self, result: Result) -> None:
+    def _commit(self, result: Result, rules: Mapping[str, Rule]) -> None:
         """Gradients and buffers, all or nothing; hooks that may raise run before anything is written."""
-        rules = self._planned.findings.rules if self._planned is not None else {}
         buffers = result.buffers.final(rules, self._allow)
         grown = [(held, value) for held, value in buffers if held.tensor.shape != value.shape]
         same = [(held.tensor, value) for held, value in buffers if held.tensor.shape == value.shape]

@@ -1,0 +1,119 @@
+"""The least time that any schedule of a program could take within so many bytes.
+
+The linear program of `_relaxed` bounds what must be run again for the room that is left to hold. How much that is
+depends on the microbatch: a large one has much at work at once, a small one reads the weights more often. So
+microbatches of each size have their own bound, and the least of them holds for all. It speaks of equal microbatches
+and of schedules that run the backward's operators for the first time in the graph's order, by estimates from shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fullbatch._ir import Kind
+from fullbatch._plan._relaxed import Moment
+from fullbatch._plan._storages import Storages
+
+if TYPE_CHECKING:
+    from fullbatch._plan._side import Side
+
+# First runs of a segment at which its memory is looked at: those with the largest operands and results.
+_MOMENTS = 2
+
+
+def least_time(side: Side, sizes: list[int], room: int) -> float:
+    """The least time, in bytes moved, with microbatches of one of `sizes`, which fall, or between them.
+
+    Infinite where none fits.
+    """
+    points = list(_points(side, sizes))
+    best, most = float("inf"), None
+    for at, point in enumerate(points):
+        if best < float("inf"):
+            if most is None:  # what the smallest microbatches leave room for, the others leave no more
+                most = _again(side, points[-1].size, room)
+            if point.fixed + most >= best:
+                break
+        best = min(
+            best, point.fixed + (most if most is not None and at == len(points) - 1 else _again(side, point.size, room))
+        )
+    return best
+
+
+def least_with(side: Side, size: int, room: int) -> float:
+    """The least time with microbatches of `size`."""
+    return next(_points(side, [size])).fixed + _again(side, size, room)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Sizes from `size` up to that before. `fixed`: what any of them takes at least if nothing is run again."""
+
+    size: int
+    fixed: float
+
+
+def _points(side: Side, sizes: list[int]) -> Iterator[_Point]:
+    batch = side.program.batch
+    least = side.hold_all(batch).schedule.count_runs()
+    many = side.hold_all(sizes[-1]).schedule
+    more = (many.count_runs() - least) / max(len(many.samples) - 1, 1)  # runs of each further microbatch
+    largest = sizes[0]
+    for size in sizes:
+        count = -(-batch // max(largest, 1))
+        yield _Point(size, side.work + side.launch * least + (side.shared + side.launch * more) * (count - 1))
+        largest = size - 1
+
+
+def _again(side: Side, size: int, room: int) -> float:
+    """The least cost of what microbatches of `size` run again."""
+    whole = side.hold_all(size).profile
+    moments = _moments(side, size)
+    if side.across and size < side.program.batch:
+        limits = _across(side, size, room, moments)
+        return side.problem(size).bound(limits)
+    during = whole.during if size < side.program.batch else whole.whole
+    limits = [room - fixed for fixed in during]
+    found = [
+        Moment(segment, room - during[segment] - sum(storages.values()), frozenset(storages))
+        for segment, some in moments.items() for storages in some
+    ]  # fmt: skip
+    return side.problem(size).bound(limits, found)
+
+
+def _across(side: Side, size: int, room: int, moments: Mapping[int, list[dict[int, int]]]) -> list[float]:
+    """Bytes that all microbatches may hold into each segment, where each has its first runs to make.
+
+    The first microbatch of a stage runs while the others hold what came in, the last but one while those before it
+    hold what goes on; all sums over microbatches are there by then.
+    """
+    batch, whole, during = side.program.batch, side.hold_all(size).profile.whole, side.hold_all(size).profile.during
+    others, done = 1 - size / batch, (-(-batch // size) - 2) * size / batch
+    limits = [float(room - fixed) for fixed in whole]
+    for segment, some in moments.items():
+        work = max(sum(storages.values()) for storages in some)
+        limits[segment] = min(limits[segment], (room - whole[segment] - work) / others)
+        if done > 0 and segment + 1 < len(limits):
+            limits[segment + 1] = min(limits[segment + 1], (room - during[segment] - work) / done)
+    return limits
+
+
+def _moments(side: Side, size: int) -> dict[int, list[dict[int, int]]]:
+    """For each segment that is in one stage: the storages that its largest first runs read and write."""
+    owners = Storages(side.program, size)
+    by_id, values = side.program.by_id, side.program.values
+    results = owners.of([task.inputs[0] for task in side.program.tasks if task.kind in (Kind.GATHER, Kind.REDUCE)])
+    stages: dict[int, set[int]] = {}
+    found: dict[int, list[dict[int, int]]] = {}
+    for piece in side.segments.pieces:
+        stages.setdefault(piece.segment, set()).add(piece.stage)
+        for ident in piece.mains:
+            task = by_id[ident]
+            made = owners.of(task.outputs)
+            read = owners.of([value for value in task.inputs if values[value].local])
+            read = {owner: nbytes for owner, nbytes in read.items() if owner not in results}
+            found.setdefault(piece.segment, []).append({**read, **made})
+    largest = {t: sorted(some, key=lambda s: -sum(s.values()))[:_MOMENTS] for t, some in found.items()}
+    return {t: some for t, some in largest.items() if t and len(stages[t]) == 1}
