@@ -47,15 +47,15 @@ MODELS: dict[str, Model] = {
         convnext, _CONV, additive=True, full={"side": 96}, small={"side": 64, "width": 48}, tiny=_TINY_CHAIN
     ),
     "vit": Model(
-        vit, ("Block",), additive=True, full={"side": 224, "width": 256}, small={"side": 64, "width": 192},
+        vit, ("Block",), additive=True, batch=64, full={"side": 224, "width": 256}, small={"side": 64, "width": 192},
         tiny=_TINY_VIT,
     ),
     "gpt2": Model(
-        gpt2, ("GPT2Block",), additive=True, full={"length": 128}, small={"length": 128, "width": 128, "words": 2000},
+        gpt2, ("GPT2Block",), additive=True, batch=64, full={"length": 128}, small={"length": 128, "width": 128, "words": 2000},
         tiny=_TINY_TEXT,
     ),
     "llama": Model(
-        llama, ("LlamaDecoderLayer",), additive=True, full={"length": 128},
+        llama, ("LlamaDecoderLayer",), additive=True, batch=64, full={"length": 128},
         small={"length": 32, "width": 128, "layers": 2}, tiny=_TINY_TEXT,
     ),
     "clip": Model(

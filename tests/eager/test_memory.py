@@ -186,5 +186,7 @@ def test_a_microbatch_that_is_asked_for_is_kept_after_a_short_batch() -> None:
     step = fullbatch.eager.Step(token_loss, model, batch, microbatch=4, memory="1GiB")
     step(tokens([64] * 2, longest=64))  # heavier, and planned anew for that
     assert step.plan.microbatch == 2
+    step(tokens([32] * 3))  # fewer than asked for: not to be split, whatever may couple its samples
+    assert step.plan.microbatch == 3
     step(batch)
     assert step.plan.microbatch == 4

@@ -79,7 +79,7 @@ def test_the_least_budget_is_stated_works_and_is_kept_to(name: str) -> None:
     text = str(caught.value)
     assert f"at least {smallest:,} bytes" in text
     assert f"memory={smallest}" in text
-    assert "its peak is at aten." in text, "the moment that sets it"
+    assert "the peak is at aten." in text, "the moment that sets it"
     with pytest.raises(fullbatch.BudgetError):
         fullbatch.Step(_loss, model, batch, memory=smallest - 1)
     step = fullbatch.Step(_loss, model, batch, memory=smallest)
@@ -95,7 +95,7 @@ def test_the_moment_that_sets_the_least_budget_is_named_with_its_module_and_line
     model, batch = _built("norm")
     with pytest.raises(fullbatch.BudgetError) as caught:
         fullbatch.Step(_loss, model, batch, memory=1000)
-    where = str(caught.value).split("its peak is at ")[1].splitlines()[0]
+    where = str(caught.value).split("the peak is at ")[1].splitlines()[0]
     assert any(f"in {name}," in where for name, _ in model.named_modules() if name), where
     assert "test_bad_budgets.py:" in where
 

@@ -112,8 +112,9 @@ def _moments(side: Side, size: int) -> dict[int, list[dict[int, int]]]:
         for ident in piece.mains:
             task = by_id[ident]
             made = owners.of(task.outputs)
-            read = owners.of([value for value in task.inputs if values[value].local])
-            read = {owner: nbytes for owner, nbytes in read.items() if owner not in results}
+            read = owners.of(task.inputs)
+            mine = (owner for owner in read if values[owner].local or size == side.program.batch)
+            read = {owner: read[owner] for owner in mine if owner not in results}
             found.setdefault(piece.segment, []).append({**read, **made})
     largest = {t: sorted(some, key=lambda s: -sum(s.values()))[:_MOMENTS] for t, some in found.items()}
     return {t: some for t, some in largest.items() if t and len(stages[t]) == 1}

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fullbatch._errors import BudgetError, Fault
-from fullbatch._ir import Program
+from fullbatch._ir import Kind, Program, Task
 from fullbatch._plan._bound import least_time, least_with
 from fullbatch._plan._schedule import Schedule
 from fullbatch._plan._side import Candidate, Side
 from fullbatch._plan._simulate import Simulated, simulate
 from fullbatch._plan._stages import Stages
+from fullbatch._plan._storages import Storages
 from fullbatch._size import format_bytes
 
 # Sizes of microbatch that are searched until so many fit, the most promising first.
@@ -140,14 +141,14 @@ class Planner:
         split = self._split
         if not split.across:
             fitting, *smaller = _by_bisection(sizes, lambda size: split.hold_all(size).peak <= room)
-            yield self._all_or_fitting(fitting, room, sizes)
+            yield self._fitting(split, fitting, room)
             for size in reversed(sizes[: sizes.index(fitting)]):  # with something run again, fewer read the weights
-                best = min((choice.overhead for _, choice in fits), default=0.0)
+                best = min((choice.overhead for _, choice in fits), default=float("inf") if smaller else 0.0)
                 if least_with(split, size, room) / self._plain - 1 > best - _BETTER:
                     break
                 yield self._fitting(split, size, room)
             for size in smaller:
-                yield self._all_or_fitting(size, room, sizes)
+                yield self._fitting(split, size, room)
             return
         # A smaller microbatch has less at work and leaves more to hold, but reads the weights more often.
         outlook = {size: split.outlook(size, room) for size in sizes}
@@ -155,11 +156,6 @@ class Planner:
             if len({candidate.size for candidate, _ in fits}) >= _SIZES:
                 return
             yield self._fitting(split, size, room)
-
-    def _all_or_fitting(self, size: int, room: int, sizes: Sequence[int]) -> list[Candidate]:
-        if size == sizes[-1]:
-            return self._fitting(self._split, size, room)
-        return [self._split.hold_all(size, self._split.costs(size, room))]
 
     def _fitting(self, side: Side, size: int, room: int) -> list[Candidate]:
         """The fastest candidates that fit by the costs they were planned with; else the one with least peak."""
@@ -212,12 +208,21 @@ class Planner:
             lowest = closer
         return self._exact(lowest, None)
 
+    def _alone(self, task: Task, best: Choice) -> str:
+        """What `task` takes, whatever else is held."""
+        side, size = self._side(best.size), best.size
+        if task.kernel is None:
+            return ""
+        read = sum(Storages(best.program, size).of(task.inputs).values())
+        samples = size if task.kind is Kind.LOCAL else self._batch
+        most = read + side.costs(size, None)(task, samples).peak
+        return f", which takes {format_bytes(most)} of them by itself"
+
     def _too_small(self, best: Choice, budget: int, owned: int) -> BudgetError:
         smallest = owned + best.simulated.peak
         action = best.simulated.at
-        by_id = best.program.by_id
-        known = action is not None and action.subject in by_id
-        at = f"; its peak is at {by_id[action.subject].origin}" if action is not None and known else ""
+        task = None if action is None else best.program.by_id.get(action.subject)
+        at = "" if task is None else f"; the peak is at {task.origin}{self._alone(task, best)}"
         return BudgetError(
             Fault(
                 "No plan fits the memory budget.",

@@ -1,0 +1,71 @@
+"""The least time that is printed beside a plan: below what any schedule takes, and above nothing where it can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullbatch
+from fullbatch._plan._bound import least_time
+from fullbatch._plan._planner import microbatch_sizes
+
+
+class _Watched(fullbatch.Step):
+    def _run(self, captured: Any, inputs: Any) -> Any:
+        self.captured = captured
+        return super()._run(captured, inputs)
+
+
+def _step(norm: type[nn.Module] | None, batch: int = 12) -> _Watched:
+    torch.manual_seed(0)
+    layers = [m for _ in range(5) for m in (nn.Linear(64, 64), *([norm(64)] if norm else []), nn.Tanh())]
+    return _Watched(
+        lambda m, b: m(b).square().mean(), nn.Sequential(*layers), torch.randn(batch, 16, 64)[:, 0], microbatch=1
+    )
+
+
+@pytest.mark.parametrize("norm", [None, nn.BatchNorm1d], ids=["alone", "coupled"])
+def test_no_schedule_of_any_microbatch_takes_less(norm: type[nn.Module] | None) -> None:
+    """Also none of a size that is not among those that were looked at: 5 of 12."""
+    step = _step(norm)
+    planner, batch = step.captured._planner, step.plan.batch
+    sizes = [size for size in microbatch_sizes(batch) if size < batch]
+    assert 5 not in sizes
+    tried = 0
+    for size in range(1, batch):
+        side = planner._split
+        room = side.hold_all(size).peak
+        for share in (1.0, 0.8, 0.6):
+            for candidate in side.fit(size, int(share * room), side.estimate):
+                least = least_time(side, sizes, candidate.peak)
+                assert least <= candidate.time * (1 + 1e-9), (size, share)
+                tried += 1
+    assert tried > 40
+
+
+def test_it_counts_the_weights_that_smaller_microbatches_read_again() -> None:
+    """Where only single samples fit, all weights are read twelve times, and no plan can help it."""
+    step = _step(None)
+    planner, batch = step.captured._planner, step.plan.batch
+    split = planner._split
+    sizes = [size for size in microbatch_sizes(batch) if size < batch]
+    room = split.hold_all(1).peak
+    least, most = least_time(split, sizes, room), split.hold_all(1).time
+    assert split.work + split.shared * 5 < least <= most
+    assert (
+        least_time(split, sizes, 10 * room)
+        <= split.work + 2 * split.shared + split.hold_all(6).schedule.count_runs() * split.launch
+    )
+
+
+def test_it_knows_what_one_operator_has_at_work() -> None:
+    """A value that nothing has to be held beside is in the room for what is held all the same."""
+    step = _step(None, batch=1)
+    whole = step.captured._planner._whole
+    operand = 64 * 4
+    weights = 5 * (64 * 64 + 64) * 4  # their gradients, all there at the end
+    assert least_time(whole, [1], weights + 20 * operand) == whole.hold_all(1).time
+    assert least_time(whole, [1], 2 * operand) == float("inf")
