@@ -44,15 +44,15 @@ MODELS: dict[str, Model] = {
         tiny={"side": 16, "width": 4, "levels": 2},
     ),
     "convnext": Model(
-        convnext, _CONV, additive=True, full={"side": 96}, small={"side": 64, "width": 48}, tiny=_TINY_CHAIN
+        convnext, _CONV, additive=True, batch=64, full={"side": 96}, small={"side": 64, "width": 48}, tiny=_TINY_CHAIN
     ),
     "vit": Model(
         vit, ("Block",), additive=True, batch=64, full={"side": 224, "width": 256}, small={"side": 64, "width": 192},
         tiny=_TINY_VIT,
     ),
     "gpt2": Model(
-        gpt2, ("GPT2Block",), additive=True, batch=64, full={"length": 128}, small={"length": 128, "width": 128, "words": 2000},
-        tiny=_TINY_TEXT,
+        gpt2, ("GPT2Block",), additive=True, batch=64, full={"length": 128},
+        small={"length": 128, "width": 128, "words": 2000}, tiny=_TINY_TEXT,
     ),
     "llama": Model(
         llama, ("LlamaDecoderLayer",), additive=True, batch=64, full={"length": 128},

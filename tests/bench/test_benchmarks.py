@@ -101,6 +101,20 @@ def test_reach_finds_the_largest_batches_within_the_cap(tmp_path: Path) -> None:
     assert "what bounds it" in printed
 
 
+def test_planning_times_networks_of_each_depth(tmp_path: Path) -> None:
+    out, picture = tmp_path / "planning.json", tmp_path / "planning.png"
+    printed = _run(
+        "planning/run.py", "gpt2", "--deepest", "12", "--threads", "1", "--out", str(out), "--plot", str(picture)
+    )
+    rows = json.loads(out.read_text(encoding="utf-8"))
+    assert [(row["network"], row["depth"]) for row in rows] == [("gpt2", 6), ("gpt2", 12)]
+    assert rows[1]["operators"] > 1.5 * rows[0]["operators"], "layers have most of the operators"
+    assert all(min(row["cold"], row["capture"], row["warm"]) > 0 for row in rows)
+    assert all(0 <= row["bound"] <= row["overhead"] < 1 for row in rows)
+    assert "capture s" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_an_unknown_model_is_named() -> None:
     command = [sys.executable, str(ROOT / "frontier/run.py"), "resnet5"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
