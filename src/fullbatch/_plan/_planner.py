@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from fullbatch._errors import BudgetError, Fault
 from fullbatch._ir import Kind, Program, Task
@@ -98,8 +99,8 @@ class Planner:
                 break  # another size brings nothing any more
             if any(choice.overhead - choice.bound <= _CLOSE for _, choice in found):
                 break
-        for start in _best_by_size(fits)[: _DEEP if deep else 0]:
-            tried = start.side.search(start, room, start.side.costs(start.size, room))
+        for place, start in enumerate(_best_by_size(fits)[: _DEEP if deep else 0]):
+            tried = start.side.search(start, room, start.side.costs(start.size, room), anew=place == 0)
             fits += self._that_fit(_likely(tried, room), room)
         return min((choice for _, choice in fits), key=lambda choice: choice.overhead, default=None)
 
@@ -151,8 +152,13 @@ class Planner:
                 yield self._fitting(split, size, room)
             return
         # A smaller microbatch has less at work and leaves more to hold, but reads the weights more often.
-        outlook = {size: split.outlook(size, room) for size in sizes}
-        for size in sorted(sizes, key=lambda size: (outlook[size], size)):
+        outlook: dict[int, float] = {}
+        for size in sizes:
+            near = sorted(outlook.values())[: _SIZES + 1]
+            if len(near) > _SIZES and split.fixed(size) > near[-1]:
+                break  # nor do smaller ones come before these
+            outlook[size] = split.outlook(size, room)
+        for size in sorted(sizes, key=lambda size: (outlook.get(size, inf), size if size in outlook else -size)):
             if len({candidate.size for candidate, _ in fits}) >= _SIZES:
                 return
             yield self._fitting(split, size, room)

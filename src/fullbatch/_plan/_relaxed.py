@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +77,13 @@ class HoldingProblem:
         self._bytes = max(float(sum(reduced.sizes.values())) * scale, 1.0)
         self._rows()
 
+    def at(self, scale: float, again: float) -> HoldingProblem:
+        """The same problem with other shares."""
+        other = copy(self)
+        other.scale, other._again = scale, again
+        other._bytes = self._bytes / self.scale * scale
+        return other
+
     def _rows(self) -> None:
         reduced = self.reduced
         at: list[int] = []
@@ -110,19 +118,22 @@ class HoldingProblem:
                 if reduced.makers[value].segment < segment:
                     row(there(value, segment), 1.0)
         self._memory = len(least)
-        for bounding in (True, False):
-            for segment in range(1, reduced.segments):
-                terms = [(c, -self._share(value)) for value, c in self._held[segment].items()]
-                own = self._own[segment]
-                if not bounding:
-                    terms += [
-                        (c, -self._again * sum(self._share(v) for v in reduced.nodes[index].outputs if v in own))
-                        for index, c in self._runs[segment].items()
-                    ]
-                row(terms, -np.inf)
+        for segment in range(1, reduced.segments):
+            row([(c, -self._share(value)) for value, c in self._held[segment].items()], 0.0)
         shape = (len(least), len(self._costs))
         self._matrix = csr_array(coo_array((values, (at, columns)), shape=shape))
         self._least = np.array(least)
+        self._own_runs = self._taken(shape)
+
+    def _taken(self, shape: tuple[int, int]) -> csr_array:
+        """In the rows of memory: what each node that is run again adds while its segment runs."""
+        entries = [
+            (self._memory + t - 1, column, -sum(self._share(v) for v in self.reduced.nodes[index].outputs if v in own))
+            for t, own in enumerate(self._own) if t
+            for index, column in self._runs[t].items()
+        ]  # fmt: skip
+        at, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
+        return csr_array(coo_array((np.array(values), (at, columns)), shape=shape))
 
     def _share(self, value: int) -> float:
         return self.reduced.sizes[value] * self.scale / self._bytes
@@ -148,10 +159,10 @@ class HoldingProblem:
         if not count:
             return np.zeros(0)
         least = self._least.copy()
-        begin = self._memory + (0 if bounding else rows)
-        least[begin : begin + rows] = -np.array(room[1:]) / self._bytes
-        used = np.isfinite(least)
-        costs, matrix, least = self._costs / self._unit, self._matrix[used], least[used]
+        least[self._memory : self._memory + rows] = -np.minimum(room[1:], 2 * self._bytes) / self._bytes
+        costs, matrix = self._costs / self._unit, self._matrix
+        if not bounding and self._again:
+            matrix = csr_array(matrix + self._again * self._own_runs)
         if moments:
             costs, matrix, least = self._beside(moments, costs, matrix, least)
         found = linprog(costs, A_ub=-matrix, b_ub=-least + 1e-9, bounds=(0, 1), method="highs-ds")

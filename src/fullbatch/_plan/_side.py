@@ -50,6 +50,9 @@ _WALKED = 80_000
 _TRIALS = 30_000
 _SEARCHES = 60_000
 
+# Decisions of a problem up to which the search begins at the relaxation as well, whichever candidate it is.
+_BRIEF = 10_000
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -131,7 +134,8 @@ class Side:
         if size not in self._problems:
             share = size / max(self.program.batch, 1)
             scale, again = (1.0, share) if self.across else (share, 1.0)
-            self._problems[size] = HoldingProblem(self.reduced, scale, again)
+            first = next(iter(self._problems.values()), None)
+            self._problems[size] = first.at(scale, again) if first else HoldingProblem(self.reduced, scale, again)
         return self._problems[size]
 
     def least_room(self, size: int) -> int:
@@ -192,10 +196,10 @@ class Side:
             tried.extend(self._descended(tried, room, cost))
         return tried
 
-    def search(self, start: Candidate, room: int, cost: Coster) -> list[Candidate]:
-        """Candidates that may be faster than `start`, which fits: from there, and from the relaxation of its limits."""
+    def search(self, start: Candidate, room: int, cost: Coster, anew: bool) -> list[Candidate]:
+        """Candidates that may be faster than `start`, which fits; `anew`: from the relaxation of its limits as well."""
         problem, limits = self.problem(start.size), self._limits(start, room)
-        again = problem.choose(limits)
+        again = problem.choose(limits) if anew or self.reduced.columns <= _BRIEF else None
         found: list[Candidate] = []
         for held in (start.held, *([again.held] if again else [])):
             polish = Polish(problem, held, limits)
@@ -266,6 +270,10 @@ class Side:
             for peak, now, then in zip(candidate.profile.peaks, weights, [*weights[1:], 0.0], strict=True)
         ]
         return [inside[0], *(max(pair) for pair in zip(inside, inside[1:], strict=False))]
+
+    def fixed(self, size: int) -> float:
+        """The time of microbatches of `size`, at least, if nothing is run again: what each of them reads anew."""
+        return self.work + self.shared * (-(-self.program.batch // size) - 1)
 
     def outlook(self, size: int, room: int) -> float:
         """The time of microbatches of `size`, if as little were run again as the relaxation says; inf: none fits."""

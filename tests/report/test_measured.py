@@ -1,0 +1,42 @@
+"""What README and the benchmark's page say was measured is what the benchmark wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FRONTIER = ROOT / "benchmarks" / "frontier"
+
+
+def _rows() -> list[dict[str, Any]]:
+    results = json.loads((FRONTIER / "results.json").read_text(encoding="utf-8"))["results"]
+    return [row for result in results for row in result["rows"] if "time" in row]
+
+
+def _lines(path: Path) -> set[str]:
+    return {line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("| `")}
+
+
+def test_the_tables_are_those_of_the_results() -> None:
+    command = [sys.executable, str(FRONTIER / "tables.py"), str(FRONTIER / "results.json")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    short, long = ({line for line in part.splitlines() if line.startswith("| `")} for part in printed.split("\n\n"))
+    assert len(short) > 3
+    assert short <= _lines(ROOT / "README.md")
+    assert long == {
+        line for line in _lines(FRONTIER / "README.md") if line.split(" |")[0] in {s.split(" |")[0] for s in short}
+    }
+
+
+def test_every_budget_was_kept_as_predicted_with_the_same_bits() -> None:
+    rows = _rows()
+    assert len(rows) > 10
+    assert all(100 * row["peak_share"] <= row["budget"] for row in rows)
+    assert all(row["prediction_error"] == pytest.approx(0, abs=0.01) for row in rows)
+    assert not [row for row in rows if row["same_bits"] is False]
