@@ -30,6 +30,9 @@ _COLUMNS = 60_000
 # Times that limits are corrected by what the walk found.
 _ROUNDS = 8
 
+# Walks that may exceed the room before more than the excess is taken off the limits; how much more each time.
+_PATIENT, _PUSH = 1, 0.5
+
 # A candidate this close to its relaxation, as a share of the step's time, is not searched further.
 _CLOSE = 0.01
 
@@ -215,12 +218,14 @@ class Side:
     def _settled(self, held: Held, walked: Candidate, room: int, cost: Coster, bound: float) -> Iterator[Candidate]:
         """`held` improved, as a candidate; then with limits corrected by the walk over it, and so on.
 
-        Limits are those of `walked` at first. Where a walk exceeds the room they never rise again.
+        Limits are those of `walked` at first. Where a walk exceeds the room they never rise again, and the longer it
+        does, the more is taken off them: what is made again for want of room takes room itself.
         """
         problem, best = self.problem(walked.size), float("inf")
         limits = self._limits(walked, room)
         polish = Polish(problem, held, limits)
         most = [float("inf")] * len(limits)
+        beyond = 0  # walks that exceeded the room
         for _ in range(_ROUNDS):
             within = polish.within(limits)
             polish.improve(_TRIALS)
@@ -233,9 +238,11 @@ class Side:
                 best = candidate.again
             elif not within:
                 return
+            else:
+                beyond += 1
             limits = self._limits(candidate, room)
-            for t in _exceeding(candidate.peaks, room):
-                most[t] = min(most[t], limits[t])
+            for t, excess in _exceeding(candidate.peaks, room):
+                most[t] = min(most[t], limits[t] - _PUSH * max(0, beyond - _PATIENT) * excess)
             limits = [min(pair) for pair in zip(limits, most, strict=True)]
 
     def _descended(self, tried: Sequence[Candidate], room: int, cost: Coster) -> list[Candidate]:
@@ -288,10 +295,10 @@ class Side:
         return self._candidate(nothing, size, cost)
 
 
-def _exceeding(peaks: Sequence[int], room: int) -> Iterator[int]:
-    """Segments whose beginning or end has a peak above `room` beside it."""
+def _exceeding(peaks: Sequence[int], room: int) -> Iterator[tuple[int, int]]:
+    """Segments whose beginning or end has a peak above `room` beside it, and by how much."""
     for t, peak in enumerate(peaks):
         if peak > room:
-            yield t
+            yield t, peak - room
             if t + 1 < len(peaks):
-                yield t + 1
+                yield t + 1, peak - room
