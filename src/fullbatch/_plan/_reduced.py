@@ -1,7 +1,8 @@
 """The step as the holding problem sees it: few nodes, few values, and what cannot decide anything left out.
 
 Views share their base, an intermediate with one reader that is no smaller than what is made of it is part of
-its reader, and what is a negligible share of all is always held.
+its reader, and what is a negligible share of all is always held. So is what the backward makes, where it stands in one
+stage with its forward: to make a gradient again takes all that led to it.
 """
 
 from __future__ import annotations
@@ -116,7 +117,10 @@ def reduce_program(program: Program, segments: Segments, price: Price) -> Reduce
     roots = _roots(tasks)
     sizes = {out: program.values[out].nbytes(None, program.batch) for out, root in roots.items() if out == root}
     small = _NEGLIGIBLE * max(sum(sizes.values()), 1)
-    held = frozenset(value for value, size in sizes.items() if size < small)
+    gradients = (
+        set() if segments.across else {out for task in tasks if segments.of_task[task.id] for out in task.outputs}
+    )
+    held = frozenset(value for value, size in sizes.items() if size < small or value in gradients)
     nodes, wanted = _nodes(tasks, segments, roots, held, price)
     _merge(nodes, wanted, sizes)
     nodes = [node for node in nodes if node.index >= 0]
