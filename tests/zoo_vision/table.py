@@ -27,8 +27,8 @@ segmentation, poses), without pretrained weights, BatchNorm in train mode: the s
 (uneven) of a batch of 4, in float64, against the plain step. The error is the largest of those of the loss, of all
 gradients and of all buffers, each divided by the largest value of its kind. Exact is at most 1e-9. This page is written
 by `python -m zoo_vision.table` from what `python -m zoo_vision.run` found (both in `tests`); `make test-all` installs
-the packages aside and runs these models again. `tests/zoo_vision/offers` has more models than were run so far; what was
-not run is in no row and in no count. Models of `transformers` are [in the other zoo](zoo.md).
+the packages aside and runs these models again. All models that `tests/zoo_vision/offers` has were run. Models of
+`transformers` are [in the other zoo](zoo.md).
 """
 
 _UNCOUNTED = """models are not counted: plain PyTorch does not run
