@@ -1,8 +1,8 @@
-"""Prints results of run.py as the tables of the two READMEs.
+"""Prints results of run.py and peers.py as the tables of the two READMEs.
 
 python benchmarks/frontier/tables.py FILE [FILE ...] [--out results.json]
 
-With --out the files are put together in one, the later one where two have the same model.
+The files are put together, the later one where two have the same model; --out writes one file of them (of one kind).
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ LONG = (
     "step", "budget", "microbatch", "peak / plain", "time / plain", "operations", "overhead", "bound", "gap",
     "planned cold", "warm",
 )  # fmt: skip
+PEERS = (
+    "step", "remedy", "setting", "its peak", "its time", "gradient off", "fullbatch: peak", "time",
+    "fullbatch / remedy",
+)  # fmt: skip
 BUDGETS = (50, 25, 10)  # of the short table
 
 
@@ -26,11 +30,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in options.files]
-    contents = [content for content in contents if content["kind"] == "frontier"]
-    results = list({result["model"]: result for content in contents for result in content["results"]}.values())
+    frontier, others = (together(contents, kind) for kind in ("frontier", "peers"))
     if options.out:
+        results = frontier or others
         options.out.write_text(json.dumps({**contents[0], "results": results}, indent=1) + "\n", encoding="utf-8")
-    print("\n".join((*short(results), "", *long(results))))
+    print("\n\n".join("\n".join(table) for table in (short(frontier), long(frontier), peers(others))))
+
+
+def together(contents: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """The models of all files of one kind, in the order in which they are first met."""
+    found = {result["model"]: result for file in contents if file["kind"] == kind for result in file["results"]}
+    return list(found.values())
 
 
 def short(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -73,6 +83,25 @@ def _measured(row: dict[str, Any]) -> list[str]:
         f"{row['operations']:.3f}", f"+{row['overhead']:.1%}", f"+{row['bound']:.1%}", f"{row['gap']:.1%}",
         f"{row['cold']:.1f} s", f"{row['warm']:.1f} s",
     ]  # fmt: skip
+
+
+def peers(results: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each point of each remedy."""
+    lines = _head(PEERS)
+    for result in results:
+        for row in result["rows"]:
+            first = [
+                f"`{result['model']}`",
+                row["peer"],
+                row["setting"],
+                f"{row['peak_share']:.1%}",
+                f"{row['time']:.2f}",
+            ]
+            ours = [f"least {row['least']:.1%}", "-", "-"] if "least" in row else [
+                f"{row['ours_peak_share']:.1%}", f"{row['ours_time']:.2f}", f"{row['ours_over_peer']:.2f}"
+            ]  # fmt: skip
+            lines.append(_line([*first, f"{row['gradient_off']:.0e}", *ours]))
+    return lines
 
 
 def _head(columns: Sequence[str]) -> list[str]:
