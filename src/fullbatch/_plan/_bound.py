@@ -29,29 +29,29 @@ def least_time(side: Side, sizes: list[int], room: int) -> float:
     Infinite where none fits.
     """
     points = list(_points(side, sizes))
+    every = _Point(sizes[-1], sizes[0], 0.0)
     best, most = float("inf"), None
-    for at, point in enumerate(points):
+    for point in points:
         if best < float("inf"):
-            if most is None:  # what the smallest microbatches leave room for, the others leave no more
-                most = _again(side, points[-1].size, room)
+            most = _again(side, every, room) if most is None else most
             if point.fixed + most >= best:
                 break
-        best = min(
-            best, point.fixed + (most if most is not None and at == len(points) - 1 else _again(side, point.size, room))
-        )
+        best = min(best, point.fixed + _again(side, point, room))
     return best
 
 
 def least_with(side: Side, size: int, room: int) -> float:
     """The least time with microbatches of `size`."""
-    return next(_points(side, [size])).fixed + _again(side, size, room)
+    (point,) = _points(side, [size])
+    return point.fixed + _again(side, point, room)
 
 
 @dataclass(frozen=True)
 class _Point:
-    """Sizes from `size` up to that before. `fixed`: what any of them takes at least if nothing is run again."""
+    """Sizes from `size` to `largest`. `fixed`: what any of them takes at least if nothing is run again."""
 
     size: int
+    largest: int
     fixed: float
 
 
@@ -63,16 +63,18 @@ def _points(side: Side, sizes: list[int]) -> Iterator[_Point]:
     largest = sizes[0]
     for size in sizes:
         count = -(-batch // max(largest, 1))
-        yield _Point(size, side.work + side.launch * least + (side.shared + side.launch * more) * (count - 1))
+        fixed = side.work + side.launch * least + (side.shared + side.launch * more) * (count - 1)
+        yield _Point(size, largest, fixed)
         largest = size - 1
 
 
-def _again(side: Side, size: int, room: int) -> float:
-    """The least cost of what microbatches of `size` run again."""
+def _again(side: Side, point: _Point, room: int) -> float:
+    """The least cost of what microbatches of any of these sizes run again: the smallest have the least at work."""
+    size = point.size
     whole = side.hold_all(size).profile
     moments = _moments(side, size)
     if side.across and size < side.program.batch:
-        limits = _across(side, size, room, moments)
+        limits = _across(side, point, room, moments)
         return side.problem(size).bound(limits)
     during = whole.during if size < side.program.batch else whole.whole
     limits = [room - fixed for fixed in during]
@@ -83,14 +85,16 @@ def _again(side: Side, size: int, room: int) -> float:
     return side.problem(size).bound(limits, found)
 
 
-def _across(side: Side, size: int, room: int, moments: Mapping[int, list[dict[int, int]]]) -> list[float]:
+def _across(side: Side, point: _Point, room: int, moments: Mapping[int, list[dict[int, int]]]) -> list[float]:
     """Bytes that all microbatches may hold into each segment, where each has its first runs to make.
 
     The first microbatch of a stage runs while the others hold what came in, the last but one while those before it
-    hold what goes on; all sums over microbatches are there by then.
+    hold what goes on; all sums over microbatches are there by then. Of the largest size the others are fewest.
     """
-    batch, whole, during = side.program.batch, side.hold_all(size).profile.whole, side.hold_all(size).profile.during
-    others, done = 1 - size / batch, (-(-batch // size) - 2) * size / batch
+    batch, profile = side.program.batch, side.hold_all(point.size).profile
+    whole, during = profile.whole, profile.during
+    done = min((-(-batch // size) - 2) * size / batch for size in range(point.size, point.largest + 1))
+    others = 1 - point.largest / batch
     limits = [float(room - fixed) for fixed in whole]
     for segment, some in moments.items():
         work = max(sum(storages.values()) for storages in some)
