@@ -107,18 +107,19 @@ def no_state(state: Any, of: str = "a step") -> PlanError:
 def _check(state: Any) -> None:
     names = {"format", "steps", "microbatches", "generators"}
     whole = isinstance(state, Mapping) and names <= state.keys() and state["format"] == _FORMAT
-    if not whole or not _is_count(state["steps"]) or not _are_sizes(state["microbatches"]):
+    if not whole or not is_count(state["steps"]) or not _are_sizes(state["microbatches"]):
         raise no_state(state)
     if not isinstance(state["generators"], Mapping) or "cpu" not in state["generators"]:
         raise no_state(state)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def is_count(value: Any, least: int = 0) -> bool:
+    """Whether it is an int, and no bool, from `least` on."""
+    return type(value) is int and value >= least
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(_is_count(size) and size for pair in value.items() for size in pair)
+    return isinstance(value, Mapping) and all(is_count(size, 1) for pair in value.items() for size in pair)
 
 
 def _others(sizes: Mapping[int, int], given: Mapping[int, int], microbatch: int | None) -> list[Fault]:

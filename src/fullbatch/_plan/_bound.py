@@ -62,21 +62,19 @@ def _points(side: Side, sizes: list[int]) -> Iterator[_Point]:
     more = (many.count_runs() - least) / max(len(many.samples) - 1, 1)  # runs of each further microbatch
     largest = sizes[0]
     for size in sizes:
-        count = -(-batch // max(largest, 1))
-        fixed = side.work + side.launch * least + (side.shared + side.launch * more) * (count - 1)
-        yield _Point(size, largest, fixed)
+        count = -(-batch // largest)
+        yield _Point(size, largest, side.fixed(largest) + side.launch * (least + more * (count - 1)))
         largest = size - 1
 
 
 def _again(side: Side, point: _Point, room: int) -> float:
     """The least cost of what microbatches of any of these sizes run again: the smallest have the least at work."""
     size = point.size
-    whole = side.hold_all(size).profile
     moments = _moments(side, size)
     if side.across and size < side.program.batch:
-        limits = _across(side, point, room, moments)
-        return side.problem(size).bound(limits)
-    during = whole.during if size < side.program.batch else whole.whole
+        return side.problem(size).bound(_across(side, point, room, moments))
+    profile = side.hold_all(size).profile
+    during = profile.during if size < side.program.batch else profile.whole
     limits = [room - fixed for fixed in during]
     found = [
         Moment(segment, room - during[segment] - sum(storages.values()), frozenset(storages))

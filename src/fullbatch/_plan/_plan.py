@@ -124,7 +124,11 @@ class Plan(Printed):
         table.add_row("budget", format_bytes(self.budget) if self.budget is not None else "none given")
         table.add_row("held across stages", f"{self.held} values a microbatch")
         table.add_row("recomputed", f"{self.recomputed} runs of {self.runs}")
-        limit = f"; no schedule in the graph's order can take less than {self.bound:.1%}" if self.overhead > 0 else ""
+        limit = (
+            f"; no schedule of equal microbatches in the graph's order can take less than {self.bound:.1%}"
+            if self.overhead > 0
+            else ""
+        )
         source = "operators timed alone" if TIMED in self.notes else "operations and bytes"
         table.add_row("extra time", f"{self.overhead:.1%} (predicted from {source}{limit})")
         for title, items in (("barriers", self.barriers), ("at full batch", self.full_batch_nodes)):

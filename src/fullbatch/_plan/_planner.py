@@ -93,7 +93,7 @@ class Planner:
         fits: list[_Found] = []
         for candidates in self._searches(room, microbatch, fits):
             found = self._that_fit(candidates, room)
-            best = min((choice.overhead for _, choice in fits), default=float("inf"))
+            best = min((choice.overhead for _, choice in fits), default=inf)
             fits.extend(found)
             if found and not any(choice.overhead < best - _BETTER for _, choice in found):
                 break  # another size brings nothing any more
@@ -143,8 +143,9 @@ class Planner:
         if not split.across:
             fitting, *smaller = _by_bisection(sizes, lambda size: split.hold_all(size).peak <= room)
             yield self._fitting(split, fitting, room)
-            for size in reversed(sizes[: sizes.index(fitting)]):  # with something run again, fewer read the weights
-                best = min((choice.overhead for _, choice in fits), default=float("inf") if smaller else 0.0)
+            # Larger ones, with something run again, read the weights less often; none fits where the smallest does not.
+            for size in reversed(sizes[: sizes.index(fitting)]):
+                best = min((choice.overhead for _, choice in fits), default=inf if smaller else 0.0)
                 if least_with(split, size, room) / self._plain - 1 > best - _BETTER:
                     break
                 yield self._fitting(split, size, room)

@@ -159,6 +159,7 @@ class HoldingProblem:
         if not count:
             return np.zeros(0)
         least = self._least.copy()
+        # The solver takes no infinity; twice of all that there is to hold is as good.
         least[self._memory : self._memory + rows] = -np.minimum(room[1:], 2 * self._bytes) / self._bytes
         costs, matrix = self._costs / self._unit, self._matrix
         if not bounding and self._again:

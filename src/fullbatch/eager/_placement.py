@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from fullbatch._errors import Fault
+from fullbatch._resume import is_count
 from fullbatch.eager._buffers import Rule
 from fullbatch.eager._coupled import Findings
 from fullbatch.eager._place import Choice
@@ -64,11 +65,6 @@ class Placement:
             state["batch"], choice, findings, state["compared"], state["weight"], state["budget"],
             tuple(state["caches"]),
         )  # fmt: skip
-
-
-def is_count(value: Any, least: int = 0) -> bool:
-    """Whether it is an int, and no bool, from `least` on."""
-    return type(value) is int and value >= least
 
 
 def _are_names(value: Any) -> bool:

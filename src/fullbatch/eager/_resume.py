@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fullbatch._errors import Fault
-from fullbatch._resume import Source, no_state, set_generators
+from fullbatch._resume import Source, is_count, no_state, set_generators
 from fullbatch.eager._generators import generators_of
-from fullbatch.eager._placement import Fields, Placement, faults_of, is_count
+from fullbatch.eager._placement import Fields, Placement, faults_of
 from fullbatch.eager._plan import listed
 from fullbatch.eager._planning import Planning
 from fullbatch.eager._recompute import named_modules
