@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-import fullbatch
+from cases.watched import Watched
 from fullbatch._plan._bound import least_time
 from fullbatch._plan._planner import microbatch_sizes
 
 
-class _Watched(fullbatch.Step):
-    def _run(self, captured: Any, inputs: Any) -> Any:
-        self.captured = captured
-        return super()._run(captured, inputs)
-
-
-def _step(norm: type[nn.Module] | None, batch: int = 12) -> _Watched:
+def _step(norm: type[nn.Module] | None, batch: int = 12) -> Watched:
     torch.manual_seed(0)
     layers = [m for _ in range(5) for m in (nn.Linear(64, 64), *([norm(64)] if norm else []), nn.Tanh())]
-    return _Watched(
+    return Watched(
         lambda m, b: m(b).square().mean(), nn.Sequential(*layers), torch.randn(batch, 16, 64)[:, 0], microbatch=1
     )
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fullbatch
 from cases import all_cases
 from cases.reference import Result, buffers_of, collect, compare, modules, plain
+from cases.watched import Watched
 
 # A step that draws keeps two states of the generator, and may need less: `RANDOM_BYTES` of the executor.
 _DRAWS = 2 * 5056
@@ -213,19 +214,13 @@ def a_single_sample() -> tuple[Any, Any, Any]:
     return _square, _Lambda(forward, *[nn.Conv2d(4, 4, 3, padding=1) for _ in range(6)]), torch.randn(1, 4, 8, 8)
 
 
-class _Watched(fullbatch.Step):
-    def _run(self, captured: Any, inputs: Any) -> Any:
-        self.captured = captured
-        return super()._run(captured, inputs)
-
-
 class _Budgets:
     """One step, run at many budgets from the same state and seed."""
 
     def __init__(self, loss_fn: Any, model: Any, batch: Any) -> None:
         self.loss_fn, self.model, self.batch = loss_fn, model, batch
         self.plain = plain(loss_fn, model, batch)
-        self.step = _Watched(loss_fn, model, batch, microbatch=1)
+        self.step = Watched(loss_fn, model, batch, microbatch=1)
         self._state = buffers_of(model)
         self._free: dict[int, Result] = {}
 

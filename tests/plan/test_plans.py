@@ -12,6 +12,7 @@ from torch import nn
 import fullbatch
 from cases import all_cases
 from cases.reference import grads_of, modules
+from cases.watched import Watched
 from fullbatch._plan._planner import microbatch_sizes
 from fullbatch._plan._polish import Polish
 from fullbatch._plan._schedule import Do, microbatches
@@ -19,12 +20,6 @@ from fullbatch._plan._schedule import Do, microbatches
 
 def _built(name: str) -> Any:
     return next(case for case in all_cases("models") if case.name == name).build()
-
-
-class _Watched(fullbatch.Step):
-    def _run(self, captured: Any, inputs: Any) -> Any:
-        self.captured = captured
-        return super()._run(captured, inputs)
 
 
 @pytest.mark.parametrize("name", ["resnet50", "unet_bilinear", "yolo"])
@@ -77,7 +72,7 @@ def test_a_single_sample_is_recomputed_within_its_stage() -> None:
 def test_a_count_of_labels_is_no_reason_to_hold_across_stages() -> None:
     """The targets of a loss are read in two stages; the activations of a language model are not."""
     loss_fn, model, batch = _built("gpt2_no_padding")
-    step = _Watched(loss_fn, model, batch, microbatch=1)
+    step = Watched(loss_fn, model, batch, microbatch=1)
     assert step.plan.stages == 2
     assert not step.captured.side(1).across
     budget = step.plan.owned + int(0.8 * step.plan.activations)
@@ -105,7 +100,7 @@ def _chain(layers: int) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(layers) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())])
     batch = torch.randn(12, 8)
-    return _Watched(lambda m, b: m(b).square().mean(), model, batch, microbatch=3).captured.side(3)
+    return Watched(lambda m, b: m(b).square().mean(), model, batch, microbatch=3).captured.side(3)
 
 
 def test_the_bound_of_a_chain_falls_with_the_room_and_is_met_by_what_is_chosen() -> None:
@@ -147,7 +142,7 @@ def test_the_walk_of_one_microbatch_is_that_of_all() -> None:
     from fullbatch._plan._simulate import simulate
 
     for name in ("resnet50", "unet_bilinear", "gpt2_no_padding", "yolo"):
-        step = _Watched(*_built(name), microbatch=2)
+        step = Watched(*_built(name), microbatch=2)
         side = step.captured.side(2)
         for size in (1, 2, 3):
             candidate = side.hold_all(size)
@@ -167,7 +162,7 @@ def test_microbatches() -> None:
 
 def test_schedule_frees_what_it_makes() -> None:
     loss_fn, model, batch = _built("unet_bilinear")
-    step = _Watched(loss_fn, model, batch, microbatch=3)
+    step = Watched(loss_fn, model, batch, microbatch=3)
     program, schedule = step.captured.program, step.plan.schedule
     wanted = set(program.outputs)
     alive: set[tuple[int, int]] = set()
@@ -188,7 +183,7 @@ def test_plans_are_reused_where_the_step_owns_a_little_more() -> None:
     def loss(m: Any, b: Any) -> torch.Tensor:
         return F.mse_loss(m(b[0]), b[1])
 
-    step = _Watched(loss, model, (*batch, torch.zeros(1)), memory="1GiB")
+    step = Watched(loss, model, (*batch, torch.zeros(1)), memory="1GiB")
     for size in range(1, 30):
         model.zero_grad()
         step((*batch, torch.zeros(1, size, 4)))

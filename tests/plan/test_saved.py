@@ -20,18 +20,13 @@ from torch import nn
 import fullbatch
 from cases import all_cases
 from cases.reference import grads_of
+from cases.watched import Watched
 from fullbatch._plan import _saved
 from fullbatch._plan._planner import Planner
 from fullbatch._plan._restore import order_of, restore
 from fullbatch._run._executor import Executor
 
 MODELS = {case.name: case for case in all_cases("models")}
-
-
-class _Watched(fullbatch.Step):
-    def _run(self, captured: Any, inputs: Any) -> Any:
-        self.captured, self.inputs = captured, inputs
-        return super()._run(captured, inputs)
 
 
 def _loss(model: Any, batch: Any) -> torch.Tensor:
@@ -209,7 +204,7 @@ def test_a_plan_for_random_masks_is_loaded() -> None:
 
 
 def test_values_off_the_device_are_stored_too() -> None:
-    step = _Watched(_loss, _model(), _batch(), microbatch=2)
+    step = Watched(_loss, _model(), _batch(), microbatch=2)
     program, schedule = step.captured.program, step.plan.schedule
     runs = [item for body in step.plan.order for item in body]
     moved = 0
@@ -427,7 +422,7 @@ def test_a_plan_put_together_by_hand_is_refused() -> None:
 
 def test_tasks_that_are_unknown_or_repeated_are_named() -> None:
     plan = _plan()
-    step = _Watched(_loss, _model(), _batch(), microbatch=2)
+    step = Watched(_loss, _model(), _batch(), microbatch=2)
     program, order = step.captured.program, [list(body) for body in plan.order]
     once = next(task.id for task in program.tasks if task.kind.value == "once")
 
@@ -467,7 +462,7 @@ def _a_value(program: Any) -> int:
 
 
 def test_no_edit_gives_a_wrong_gradient_in_silence() -> None:
-    step = _Watched(_loss, _model(), _batch(), microbatch=2)
+    step = Watched(_loss, _model(), _batch(), microbatch=2)
     step(_batch())
     right = [parameter.grad for parameter in _parameters(step)]
     captured, samples = step.captured, step.plan.schedule.samples
