@@ -10,6 +10,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -106,8 +107,16 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any,
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
-# torch's counter knows the attention kernels of CUDA only.
-_ON_CPU = {
+def _convolution_backward(grad: Any, source: Any, weight: Any, *rest: Any, **kwargs: Any) -> int:
+    transposed, mask = rest[4], rest[7]
+    places = math.prod((source if transposed else grad)[2:])
+    return int(2 * grad[0] * places * math.prod(weight) * (bool(mask[0]) + bool(mask[1])))
+
+
+# torch's counter knows the attention kernels of CUDA only, and counts the weights' gradient of a grouped convolution as
+# if there were one group.
+_MENDED = {
+    torch.ops.aten.convolution_backward: _convolution_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -144,7 +153,7 @@ def operations_of(step: CountedStep, plain: Plain) -> int:
 
 
 def _counter() -> FlopCounterMode:
-    return FlopCounterMode(display=False, custom_mapping=_ON_CPU)
+    return FlopCounterMode(display=False, custom_mapping=_MENDED)
 
 
 def gradients(fn: Action, model: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ Reason: torch documents the operators, and what may look at them as an extension
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,14 +69,42 @@ def without_onednn() -> Iterator[None]:
 
 
 def flops_of(target: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations of one ATen call by torch's own counting formulas; 0 where it has none."""
-    formula = flop_registry.get(getattr(target, "overloadpacket", None))
-    if formula is None:
-        return 0
+    """Floating-point operations of one ATen call, mostly by torch's own counting formulas; 0 where there is none."""
+    packet = getattr(target, "overloadpacket", None)
+    own = _FLOPS.get(packet)
+    formula = flop_registry.get(packet)
     try:
-        return int(formula(*args, **kwargs, out_val=out))
+        if own is not None:
+            return own(*args, **kwargs)
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
     except Exception:  # a formula that does not know this overload must not stop planning
         return 0
+
+
+def _convolution_backward_flops(grad: Any, source: Any, weight: Any, *rest: Any) -> int:
+    """Once the forward for each of the two gradients that are asked for."""
+    transposed, mask = rest[4], rest[7]
+    places = math.prod((source if transposed else grad).shape[2:])
+    return int(2 * grad.shape[0] * places * weight.numel() * (bool(mask[0]) + bool(mask[1])))
+
+
+def _attention_flops(query: Any, key: Any, *_: Any, **__: Any) -> int:
+    """Two products of queries by keys by width. Where scores are causal the kernel does half of it, at a lower rate."""
+    return int(4 * math.prod(query.shape) * key.shape[-2])
+
+
+def _attention_backward_flops(grad: Any, query: Any, key: Any, *_: Any, **__: Any) -> int:
+    """Five such products: scores are made again."""
+    return _attention_flops(query, key) * 5 // 2
+
+
+# Torch's formulas leave out the attention that a CPU runs, and count the gradient of a grouped convolution's weight
+# as if there were one group: for a depthwise one that is as many times too much as it has channels.
+_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.convolution_backward: _convolution_backward_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
 
 
 def assert_on_device(condition: torch.Tensor) -> None:
