@@ -6,7 +6,6 @@ free. Which of them holds is one rule, here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,15 +17,11 @@ from fullbatch._plan._plan import Plan
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a step was asked to keep to: `memory` in bytes, `microbatch` in samples, a plan.
-
-    `pinned` are microbatches by size of the batch, as a checkpoint brought them.
-    """
+    """What a step was asked to keep to: `memory` in bytes, `microbatch` in samples, a plan."""
 
     memory: int | None
     microbatch: int | None
     saved: Plan | None
-    pinned: Mapping[int, int]
 
     def request(self, captured: Captured, size: int, device: torch.device, owned: int, must_fit: bool) -> Request:
         """What to plan for `size` samples. The user's words come first, then the plan's, then what is free."""
@@ -38,8 +33,6 @@ class Wanted:
                 budget, note = self._free(captured, device, owned)
         if microbatch is not None:
             microbatch = min(microbatch, size)
-        elif saved is None:
-            microbatch = self.pinned.get(size)
         return Request(budget, microbatch, owned, note, saved, must_fit=must_fit)
 
     def _free(self, captured: Captured, device: torch.device, owned: int) -> tuple[int, str]:

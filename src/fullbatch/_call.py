@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fullbatch._captured import Captured
+from fullbatch._past import Past
 from fullbatch._plan._plan import Plan
 from fullbatch._run._commit import Pending
 from fullbatch._run._executor import Executor
@@ -39,11 +40,13 @@ class Call:
     inputs: Sequence[torch.Tensor] = ()
     plan: Plan | None = None
     captured: Captured | None = None
+    past: Past | None = None  # of that, where a budget decides the microbatch
     executor: Executor | None = None  # of a forward whose loss is still to run
     outputs: list[Any] = field(default_factory=list)  # what that forward returned
     owned: Sequence[torch.Tensor] = ()  # of the batch, where `leaves` are arguments made of it
     before: tuple[int, int] = (0, 0)  # bytes that making them keeps, and takes, besides
     anew: bool = False  # planned for, whatever plan the step was given
+    again: Callable[[], None] = lambda: None  # called where the step begins again
 
     @property
     def moved(self) -> torch.device | None:

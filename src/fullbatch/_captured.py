@@ -6,6 +6,7 @@ tensors at a call.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +21,10 @@ from fullbatch._capture._split import output_bytes, output_forms
 from fullbatch._cost._costs import Coster
 from fullbatch._cost._probe import Prober
 from fullbatch._eager_loss import EagerLoss, LossCall, Turns, finished
-from fullbatch._errors import Fault, ModelError, PlanError
+from fullbatch._errors import BudgetError, Fault, ModelError, PlanError
 from fullbatch._ir import Kind, Layout, Program
 from fullbatch._memory._free import held_by_others
+from fullbatch._past import Decision, Past, newest, serves
 from fullbatch._plan._adopt import ANEW, Limits, adopt, bound_of, compare
 from fullbatch._plan._adopt import note as loaded_note
 from fullbatch._plan._fingerprint import Fingerprint, fingerprint, in_words, input_forms
@@ -59,9 +61,6 @@ class Request:
 _SECONDS = 10.0
 """For timing the operators of one program, where asked for."""
 
-_PLANS = 16
-"""Plans that one captured graph remembers."""
-
 
 @dataclass(frozen=True)
 class _Planned:
@@ -82,7 +81,7 @@ class _Planned:
             return False
         if room is None or self.room is None:
             return True
-        return self.choice.simulated.peak <= room and abs(room - self.room) <= 0.02 * max(room, self.room)
+        return serves(room, self.room, self.choice.simulated.peak)
 
 
 class Captured:
@@ -194,23 +193,92 @@ class Captured:
         kept = self.eager.kept + self.eager.beside if self.eager is not None else 0
         return RANDOM_BYTES * self.random + scale_bytes(self._device) * scaled + kept
 
-    def plan(self, request: Request) -> tuple[Plan, Executor]:
+    @property
+    def key(self) -> str:
+        """Names the program in every process: the digests of both its forms."""
+        return f"{self._fingerprint(self._split).digest} {self._fingerprint(self._whole).digest}"
+
+    def plan(self, request: Request, past: Past | None = None) -> tuple[Plan, Executor]:
         """The plan for `request`. Raises BudgetError.
 
         What a step owns may change a little at every call (a tensor of another size that nothing reads), so a plan that
-        was made for nearly as much room, and fits, serves again.
+        was made for nearly as much room, and fits, serves again. Where a budget decides the microbatch, `past` says
+        what it decided before, and is told what it decides now.
         """
-        besides = self._besides
-        room = None if request.budget is None else request.budget - request.owned - besides
+        if past is None or request.budget is None or request.microbatch is not None:
+            return self._described(self._serving(request) or self._made(request), request)
+        return self._described(self._by(past, request), request)
+
+    def agree(self, past: Past, inputs: Sequence[torch.Tensor]) -> None:
+        """Tells `past` what a loss that is not captured took when it first ran, or is told."""
+        if self.eager is None:
+            return
+        if self.eager.workspace is not None:
+            past.ran((self.eager.workspace, self.eager.kept))
+        elif past.loss is not None:
+            self.eager.workspace, self.eager.kept = past.loss
+            self._arrange(inputs)
+
+    def _by(self, past: Past, request: Request) -> _Planned:
+        """The microbatch is decided in the budget of `past` where that is pinned, and planned in that of `request`."""
+        assert request.budget is not None
+        deciding = replace(request, budget=past.budget) if past.pinned else request
+        decision = past.decided(self._room(deciding) or 0)
+        if decision is not None:
+            return self._as_decided(decision, request)
+        try:
+            made = self._first(past, deciding) or self._serving(deciding, exactly=True) or self._made(deciding)
+        except BudgetError:
+            if deciding.budget == request.budget:
+                raise
+            return self._made(request)  # where the saved run would have ended
+        decision = Decision(self._room(deciding) or 0, made.choice.simulated.peak, made.choice.size)
+        past.add(decision)
+        return made if deciding.budget == request.budget else self._as_decided(decision, request)
+
+    def _first(self, past: Past, request: Request) -> _Planned | None:
+        if past.first is not None:
+            with contextlib.suppress(BudgetError):
+                return self._made(replace(request, microbatch=past.first))
+        return None
+
+    def _as_decided(self, decision: Decision, request: Request) -> _Planned:
+        """A plan in that microbatch: one that is there, or the one that was decided on, or another."""
+        room, size = self._room(request) or 0, decision.microbatch
         for planned in reversed(self._planned):
-            if planned.serves(room, request):
-                break
-        else:
-            choice, note = self._choose(room, request, besides)
-            executor = Executor(choice.program, choice.schedule, compile=self._compile)
-            described = self._describe(choice, request, note)
-            planned = _Planned(room, request.microbatch, choice, executor, described, request.like)
-        self._planned = [*(other for other in self._planned if other is not planned), planned][-_PLANS:]
+            if planned.choice.size == size and planned.serves(room, replace(request, microbatch=planned.microbatch)):
+                return planned
+        if decision.peak <= room:
+            with contextlib.suppress(BudgetError):
+                again = self._made(replace(request, budget=decision.room + request.owned + self._besides))
+                if again.choice.size == size and again.choice.simulated.peak <= room:
+                    return again
+        try:
+            return self._made(replace(request, microbatch=size))
+        except BudgetError as error:
+            error.add_note(f"fullbatch: the checkpoint's run takes microbatches of {size} here, and so must this one")
+            raise
+
+    def _room(self, request: Request) -> int | None:
+        """Bytes above what the step owns, and needs beside its program."""
+        return None if request.budget is None else request.budget - request.owned - self._besides
+
+    def _serving(self, request: Request, exactly: bool = False) -> _Planned | None:
+        """A plan that is there and is as good for `request`; `exactly`: made for as much room."""
+        room = self._room(request)
+        fit = (one for one in reversed(self._planned) if one.serves(room, request))
+        return next((one for one in fit if not exactly or one.room == room), None)
+
+    def _made(self, request: Request) -> _Planned:
+        room = self._room(request)
+        choice, note = self._choose(room, request, self._besides)
+        executor = Executor(choice.program, choice.schedule, compile=self._compile)
+        described = self._describe(choice, request, note)
+        return _Planned(room, request.microbatch, choice, executor, described, request.like)
+
+    def _described(self, planned: _Planned, request: Request) -> tuple[Plan, Executor]:
+        """What is returned of `planned`, from now on the newest plan."""
+        self._planned = newest(self._planned, planned)
         plan = planned.plan
         if plan.owned != request.owned or plan.budget != request.budget:
             more = request.owned - plan.owned

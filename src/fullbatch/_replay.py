@@ -44,6 +44,10 @@ class Draws:
         self._parts.setdefault(task, {})[microbatch] = results
         self._seeds[task] = _Seed(torch.initial_seed())  # the executor has seeded this run
 
+    def forget(self) -> None:
+        """The step begins again."""
+        self._parts, self._seeds = {}, {}
+
     def join(self, program: Program, samples: tuple[int, ...]) -> None:
         """Puts the microbatches' draws together."""
         for ident in sorted(self._parts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from fullbatch._arguments import check_callable, check_memory, check_microbatch, given_plan
 from fullbatch._budget import Wanted
 from fullbatch._call import Call, PlannedOnly
+from fullbatch._capture._assumed import Otherwise
 from fullbatch._capture._frontend import Frontend
 from fullbatch._capture._joint import Joint
 from fullbatch._capture._modules import traceable
@@ -31,7 +33,7 @@ from fullbatch._memory._twin import each_of
 from fullbatch._plan._plan import Plan
 from fullbatch._prepared import Prepared, prepare
 from fullbatch._replay import Draws
-from fullbatch._resume import Progress
+from fullbatch._resume import Given, Progress
 from fullbatch._run._commit import commit, restore_generator, save_generator
 from fullbatch._run._executor import Executor
 from fullbatch._run._inductor import check_compiler
@@ -191,7 +193,7 @@ class Step:
         """
         return closure_of(self, self._model, self._optimizers, batch)
 
-    def prepare(self, batches: Iterable[Any]) -> Prepared:
+    def prepare(self, batches: Iterable[Any], *, scaler: torch.amp.GradScaler | None = None) -> Prepared:
         """Captures and plans each distinct shape of a batch, and runs nothing: the worst is known before training.
 
         Later calls with these shapes run at once. A shape that is not among them is still planned for when it comes.
@@ -199,33 +201,49 @@ class Step:
         Args:
             batches: batches like the example, as a list or a loader gives them. Their values are not read: tensors on
                 `meta` do (`torch.empty(8, 900, device="meta")`), and stand for tensors on the model's device.
+            scaler: the one that the calls will have. A step with a scale is another one than without, of which the
+                scale takes some bytes, so that it is this one that is planned.
 
         Raises:
             BudgetError: some shapes fit no plan; all of them are named, `.smallest` is the budget for the worst.
             BatchError: there is no batch in it.
+            ModelError: `scaler` is no GradScaler.
         """
+        scale = scale_of(scaler, self._device)
         with self._frontend.keeping():
-            return prepare(lambda batch: self._prepare(batch, anew=True), batches, self._device)
+            return prepare(lambda batch: self._prepare(batch, scale, anew=True), batches, self._device)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold besides model and optimizer, for the resumed run to end with the same bits.
 
-        These are the state of the default generators (of the CPU and of the step's device), the number of steps taken,
-        and the microbatch of each size of batch: masks and rounding follow from them. `torch.save` it with the rest.
+        These are the state of the default generators (torch's, of the CPU and of the step's device, Python's, NumPy's),
+        the number of steps taken, and what decides the microbatches, from which masks and rounding follow: what was
+        asked for, and for each form of a batch what it was planned for. `torch.save` it with the rest;
+        `torch.load(weights_only=True)` reads it.
+
+        Not in it: a generator of your own (`torch.Generator`, `numpy.random.Generator`, `random.Random`) that a loss or
+        a loader draws from, whose state is yours to save; and gradients. Within a window of accumulation, save `.grad`
+        too, and set it before the next call.
         """
-        return self._progress.state(self._device)
+        return self._progress.state(self._device, self._given)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken. Sets the default generators: load after everything is built.
 
-        Steps of a size of batch that the checkpoint knows run in its microbatches, within the budget of this step. On
-        another kind of device, with other threads or another torch, the run goes on, but not to the same bits.
+        Each call runs in the microbatch that the saved run would have taken, within the budget of this step. Forms of a
+        batch that the checkpoint does not know are decided in its `memory=`, unless this step has one or a plan; where
+        none was named they follow what is free. Of a state of fullbatch that had microbatches by the number of samples
+        alone, these are taken where they fit. On another kind of device, with other threads or another torch, the run
+        goes on, but not to the same bits.
 
         Raises:
             PlanError: `state` is none, or this step was given another microbatch, or a plan with another.
         """
-        given = {self._saved.batch: self._saved.microbatch} if self._saved is not None else {}
-        self._progress.load(state, self._device, given, self._microbatch)
+        self._progress.load(state, self._device, self._given)
+
+    @property
+    def _given(self) -> Given:
+        return Given(self._memory, self._microbatch, self._saved)
 
     @property
     def _captured_fn(self) -> Callable[[Any, Any], Any]:
@@ -246,13 +264,33 @@ class Step:
     def _call_with(self, batch: Any, draws: Draws) -> tuple[Any, Joint]:
         """One step that records what its random operators draw; its result, and what was captured."""
         call = self._start(batch, only_plan=False)
-        call.drawn = draws.record
+        call.drawn, call.again = draws.record, draws.forget
         result = self._finish(batch, call)
         assert call.captured is not None
         draws.join(call.captured.side(self._plan.microbatch).program, self._plan.schedule.samples)
         return result, call.captured.joint
 
     def _finish(self, batch: Any, call: Call) -> Any:
+        """The step; where a branch that was captured goes the other way it begins again, as if nothing had run."""
+        before, drawn, again = replace(call, outputs=[]), random.getstate(), False
+        while True:
+            try:
+                result = self._finish_once(batch, call)
+            except Otherwise as other:
+                self._frontend.turn(other.index)
+            except BaseException:
+                self._frontend.settle(done=False)
+                raise
+            else:
+                if again:
+                    self._frontend.settle(done=True)
+                return result
+            again = True
+            random.setstate(drawn)
+            vars(call).update(vars(replace(before, outputs=[])))
+            call.again()
+
+    def _finish_once(self, batch: Any, call: Call) -> Any:
         try:
             result = self._invoke(batch, call)
             if call.executor is not None:
@@ -272,7 +310,9 @@ class Step:
                 restore_generator(call.generator)
             raise
         self._plan = call.plan
-        self._progress.count(call.plan.batch, call.plan.microbatch)
+        self._progress.steps += 1
+        if call.past is not None and call.captured is not None:
+            call.captured.agree(call.past, call.inputs)
         loss, aux, has_aux = result
         if call.scale is not None and self._split is None:
             _, loss = loss
@@ -280,11 +320,11 @@ class Step:
 
     # ---- one call
 
-    def _prepare(self, batch: Any, anew: bool = False) -> Plan:
+    def _prepare(self, batch: Any, scale: torch.Tensor | None = None, anew: bool = False) -> Plan:
         call = self._start(batch, only_plan=True)
-        call.anew = anew
+        call.anew, call.scale = anew, scale
         saved = self._saved.fingerprint if self._saved is not None else None
-        if saved is not None and any(form.source == SOURCE for form in saved.inputs):
+        if not anew and saved is not None and any(form.source == SOURCE for form in saved.inputs):
             call.scale = torch.ones((), device=self._device, dtype=torch.float32)
         with contextlib.suppress(PlannedOnly):
             self._invoke(batch, call)
@@ -370,7 +410,7 @@ class Step:
         call.captured = captured
         if captured.eager is not None:
             captured.count_before(*call.before)
-        call.plan, executor = self._plan_for(captured, call)
+        call.plan, executor = self._plan_for(captured, call, inputs)
         if call.only_plan:
             raise PlannedOnly
         if captured.eager is not None:  # what Dynamo makes of the outputs comes first, then the loss
@@ -383,12 +423,18 @@ class Step:
         call.inputs = inputs
         return outputs
 
-    def _plan_for(self, captured: Captured, call: Call) -> tuple[Plan, Executor]:
+    def _plan_for(self, captured: Captured, call: Call, inputs: Sequence[torch.Tensor]) -> tuple[Plan, Executor]:
         parameters, buffers = (named_tensors(self._model, which).values() for which in ("parameters", "buffers"))
         tensors = [*call.owned, *call.leaves]
         owned = owned_bytes(self._device, parameters, buffers, tensors, self._optimizers).total
-        wanted = Wanted(self._memory, self._microbatch, self._saved, self._progress.pinned)
+        microbatch = self._progress.microbatch if self._microbatch is None else self._microbatch
+        wanted = Wanted(self._memory, microbatch, self._saved)
+        if microbatch is None and captured.free_budget is None:
+            captured.free_budget = self._progress.free(captured.key)
         must_fit = call.only_plan and not call.anew
         request = replace(wanted.request(captured, call.shape.size, self._device, owned, must_fit), like=self._like)
+        if request.microbatch is None and request.budget is not None:
+            call.past = self._progress.past(captured.key, call.shape.size, request.budget, self._given)
+            captured.agree(call.past, inputs)
         after = optimizer_step(self._device, parameters, self._optimizers)
-        return planned(lambda: captured.plan(request), request.budget, owned, after)
+        return planned(lambda: captured.plan(request, call.past), request.budget, owned, after)

@@ -24,3 +24,9 @@ def negated(model: nn.Module, batch: Any) -> Tensor:
     out = model(batch[0])
     assert not (out.max() > 50)
     return F.mse_loss(out, batch[1])
+
+
+def finite(model: Any, batch: Any) -> Tensor:
+    out: Tensor = model(batch)
+    assert out.isfinite().all()
+    return out.square().mean()

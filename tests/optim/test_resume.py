@@ -112,7 +112,7 @@ def test_the_checkpoint_s_microbatches_hold_where_none_is_given() -> None:
     resumed.load(kept)
     resumed.train(3, STEPS, sizes)
     assert resumed.same(whole)
-    assert resumed.step.state_dict()["microbatches"] == whole.step.state_dict()["microbatches"]
+    assert resumed.step.state_dict()["programs"] == whole.step.state_dict()["programs"]
 
 
 def test_another_microbatch_is_refused_and_changes_nothing() -> None:
@@ -128,6 +128,18 @@ def test_another_microbatch_is_refused_and_changes_nothing() -> None:
     assert other.step.state_dict()["steps"] == 0
 
 
+STATE: dict[str, Any] = {
+    "format": 2, "steps": 1, "microbatch": None, "memory": None, "by_size": {}, "programs": {},
+    "generators": {"cpu": torch.get_rng_state()},
+}  # fmt: skip
+
+
+def test_the_least_that_is_a_state() -> None:
+    step = Run(microbatch=4).step
+    step.load_state_dict(STATE)
+    assert step.state_dict()["steps"] == 1
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -137,6 +149,13 @@ def test_another_microbatch_is_refused_and_changes_nothing() -> None:
         {"format": 1, "steps": 1, "microbatches": 3, "generators": {"cpu": torch.get_rng_state()}},
         {"format": 1, "steps": None, "microbatches": {}, "generators": {"cpu": torch.get_rng_state()}},
         {"format": 1, "steps": 1, "microbatches": {}, "generators": 3},
+        {"format": 2, "steps": 1, "microbatches": {}, "generators": {"cpu": torch.get_rng_state()}},
+        {**STATE, "memory": 0.5},
+        {**STATE, "microbatch": 0},
+        {**STATE, "by_size": None},
+        {**STATE, "programs": {"a": {"batch": 4, "budget": 100, "loss": None, "decisions": [{"room": 3}]}}},
+        {**STATE, "programs": {"a": {"batch": 4, "budget": 100, "loss": [1], "decisions": []}}},
+        {**STATE, "programs": {3: {"batch": 4, "budget": 100, "loss": None, "decisions": []}}},
     ],
 )
 def test_what_is_no_state_is_refused(broken: Any) -> None:

@@ -16,12 +16,13 @@ HERE = Path(__file__).parent
 _CODE = (
     "timm.layers", "timm.models", "torchvision.models", "torchvision.ops", "segmentation_models_pytorch",
     "monai.networks", "monai.losses", "ultralytics.nn", "ultralytics.utils.loss", "ultralytics.utils.tal",
-    "ultralytics.utils.ops", "ultralytics.utils.metrics",
+    "ultralytics.utils.ops", "ultralytics.utils.metrics", "transformers.loss",
 )  # fmt: skip
 
 
 def _modelling_code(name: str) -> bool:
-    return any(name == code or name.startswith(f"{code}.") for code in _CODE)
+    of_transformers = name.startswith("transformers.models.") and ".modeling_" in name
+    return of_transformers or any(name == code or name.startswith(f"{code}.") for code in _CODE)
 
 
 def installed() -> bool:

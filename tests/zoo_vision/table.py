@@ -22,13 +22,13 @@ PACKAGES = ("timm", "torchvision", "segmentation-models-pytorch", "monai", "ultr
 _HEAD = """# The zoo of vision
 
 Models of `timm` (small ones of its families), `torchvision` (classes, segmentation, films, flow, dense detectors),
-`segmentation_models_pytorch` (each decoder, encoders, losses), `monai` (2D and 3D) and `ultralytics` (detection,
-segmentation, poses), without pretrained weights, BatchNorm in train mode: the step in microbatches of 1 and of 3
-(uneven) of a batch of 4, in float64, against the plain step. The error is the largest of those of the loss, of all
-gradients and of all buffers, each divided by the largest value of its kind. Exact is at most 1e-9. This page is written
-by `python -m zoo_vision.table` from what `python -m zoo_vision.run` found (both in `tests`); `make test-all` installs
-the packages aside and runs these models again. All models that `tests/zoo_vision/offers` has were run. Models of
-`transformers` are [in the other zoo](zoo.md).
+`segmentation_models_pytorch` (each decoder, encoders, losses), `monai` (2D and 3D), `ultralytics` (detection,
+segmentation, poses) and the detectors of `transformers` that are kin of DETR, without pretrained weights, BatchNorm in
+train mode: the step in microbatches of 1 and of 3 (uneven) of a batch of 4, in float64, against the plain step. The
+error is the largest of those of the loss, of all gradients and of all buffers, each divided by the largest value of its
+kind. Exact is at most 1e-9. This page is written by `python -m zoo_vision.table` from what `python -m zoo_vision.run`
+found (both in `tests`); `make test-all` installs the packages aside and runs these models again. All models that
+`tests/zoo_vision/offers` has were run. Other models of `transformers` are [in the other zoo](zoo.md).
 """
 
 _UNCOUNTED = """models are not counted: plain PyTorch does not run
@@ -38,8 +38,9 @@ _HOW = """How the models are made (`tests/zoo_vision`): each with the smallest i
 fewer; some transformers with fewer blocks; dropout is 0, stochastic depth what the package gives by default; no
 parameter is zero. The loss is the mean square distance of every output to a fixed wave; Dice or the loss named for
 `segmentation_models_pytorch`. `ultralytics/...+own-loss` and the detectors of torchvision are the package's own loss,
-which assigns boxes to anchors by the data, as `fullbatch.Step((forward, loss), ...)`. What a model computes in float32
-by name is computed in float64.
+which assigns boxes to anchors by the data, as `fullbatch.Step((forward, loss), ...)`; `transformers/...+own-loss` is
+the package's own matching of queries to boxes, in one `loss_fn`. What a model computes in float32 by name is computed
+in float64.
 """
 
 

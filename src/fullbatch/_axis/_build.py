@@ -25,6 +25,7 @@ from fullbatch._axis._rules import RULES
 from fullbatch._axis._rules._pointwise import is_pointwise, pointwise
 from fullbatch._axis._strides import restride, same_view, within
 from fullbatch._axis._wide import is_half, may_stay_wide, only_moves, wide_sum, widened, widens
+from fullbatch._capture._assumed import held, is_assumed
 from fullbatch._capture._clean import EFFECTS
 from fullbatch._capture._split import WHY as EAGER
 from fullbatch._errors import CaptureError
@@ -316,7 +317,7 @@ class Builder:
         local = any(self.values[value].local for value in inputs)
         meta = torch.empty((), device="meta")
         out = self.value(meta, partial=local)
-        fn = then_nothing(node.target)
+        fn = held if is_assumed(node) else then_nothing(node.target)
         self.emit(Kind.LOCAL if local else Kind.ONCE, fn, args, inputs, (out,), kwargs)
         self.effects.append(self.reduce(out, meta, Partial(), "a check of values") if local else out)
 
@@ -331,7 +332,8 @@ class Builder:
         made = [self.value(form) if at in used else None for at, form in enumerate(forms)]
         refs = [Ref(at) for at in range(len(ids))]
         args = (refs[: len(outs)], refs[len(outs) :])
-        self.emit(Kind.ONCE, kernel_of, args, ids, made, single=False, eager=True)
+        read = [*ids, *self.effects]  # what a check of the forward stops does not reach the loss
+        self.emit(Kind.ONCE, kernel_of, args, read, made, single=False, eager=True)
         self.full_batch.append(FullBatchNode(EAGER, self.origin, sum(self._nbytes(item) for item in ids[: len(outs)])))
         standing: list[int | None] = []
         for at, value in zip(kernel_of.wanted, made, strict=True):

@@ -42,7 +42,8 @@ def _moments_of_rows(rows: torch.Tensor, channels: int, dtype: torch.dtype) -> t
     count = rows.numel() // channels
     centre = _by_channel(rows.sum(1, dtype=dtype), channels).div_(count).to(dtype)
     shift, squares = _sums_about(rows, centre.repeat(rows.shape[0] // channels).unsqueeze(1), channels)
-    return torch.stack([centre + shift / count, squares - shift * shift / count])
+    mean = torch.where(centre.isinf(), centre, centre + shift / count)  # an infinity has no distance from itself
+    return torch.stack([mean, squares - shift * shift / count])
 
 
 def _sums_about(rows: torch.Tensor, centre: torch.Tensor, channels: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,9 @@ def clean(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in _SAME:
+        if node.target in (aten.all.default, aten.any.default):
+            _as_count(graph, node)
+        elif node.target in _SAME:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.target is aten.copy.default:
@@ -51,6 +53,25 @@ def clean(graph: fx.Graph) -> None:
             _as_full(graph, node, value=node.args[0].args[1])
     _share_casts(graph)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
+
+
+def _as_count(graph: fx.Graph, node: fx.Node) -> None:
+    """Whether all, or any, of a batch are true is asked of a count, which is a sum over its microbatches."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if source.meta["val"].dtype is not torch.bool:
+        return
+    steps: list[tuple[Any, tuple[Any, ...]]] = [(aten.sum.default, ()), (aten.ne.Scalar, (0,))]
+    if node.target is aten.all.default:
+        steps = [(aten.logical_not.default, ()), (aten.sum.default, ()), (aten.eq.Scalar, (0,))]
+    with graph.inserting_before(node):
+        for target, args in steps:
+            made = graph.call_function(target, (source, *args))
+            with node.meta["val"].fake_mode:
+                made.meta = {**node.meta, "val": target(source.meta["val"], *args)}
+            source = made
+    node.replace_all_uses_with(source)
+    graph.erase_node(node)
 
 
 def _share_casts(graph: fx.Graph) -> None:

@@ -58,6 +58,9 @@ class Frontend:
         self._epoch = 0  # a guarded value of our own: raised where captures up to now hold no longer
         self._newest = 0  # the highest one: those between are for other numbers in tensors (`_values.py`)
         self._known = Known()
+        self._entered = 0  # the epoch of the last call
+        self._turned: int | None = None  # where the next call begins, and
+        self._settled: int | None = None  # where others do: `turn`, `settle`
         self._changed = ""
         self._scope: dict[str, Any] = {}
         self._drop: Callable[[], Any] = lambda: None
@@ -106,6 +109,7 @@ class Frontend:
         if values not in elsewhere:
             self._newest += 1
             elsewhere[values] = self._newest
+            self._known.assumptions.inherit(self._entered, self._newest)
             self._changed = "a number that the step reads from a tensor has changed"
         raise _Elsewhere(elsewhere[values])
 
@@ -135,16 +139,19 @@ class Frontend:
                 torch.inference_mode(False),
                 torch.enable_grad(),
             ):
-                epoch = self._epoch
+                epoch = self._begin()
                 while True:
                     self._known.begin()
+                    self._known.assumptions.begin(epoch)
+                    self._entered = epoch
                     try:
                         return self._call(model, batch, moved, epoch, scale)
                     except _Elsewhere as other:
                         random.setstate(drawn)
-                        epoch = other.epoch
+                        epoch = other.epoch if epoch != self._settled else self._usual()
                     except _Stale:
                         random.setstate(drawn)
+                        self._settled = None
                         self._newest += 1
                         epoch = self._epoch = self._newest
                     except Exception as error:  # of any kind: what Dynamo forbids is not always one of its own
@@ -160,6 +167,35 @@ class Frontend:
             raise
         finally:
             self._scope = {}
+
+    def _begin(self) -> int:
+        """The epoch in which a call begins."""
+        turned, self._turned = self._turned, None
+        if turned is not None:
+            return turned
+        return self._epoch if self._settled is None else self._settled
+
+    def _usual(self) -> int:
+        self._settled = None
+        return self._epoch
+
+    def turn(self, index: int) -> None:
+        """After a call whose branch number `index` goes the other way (`_assumed.py`): the next one is to go it.
+
+        A call that began with unusual branches has the next one begin with what is usual: so there is one way to each
+        capture, and it is made once.
+        """
+        self._changed = "whether numbers that the step looks at are finite has changed"
+        if self._entered == self._settled:
+            self._settled = None
+            return
+        self._turned = self._known.assumptions.turned(self._entered, index, self._newest + 1)
+        self._newest = max(self._newest, self._turned)
+
+    def settle(self, done: bool) -> None:
+        """After a step that began again: where it is `done`, the next begins with its branches, which often stay so."""
+        unusual = done and bool(self._known.assumptions.other)
+        self._settled, self._turned = (self._entered if unusual else None), None
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:

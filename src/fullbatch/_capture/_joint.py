@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from fullbatch import _torch
 from fullbatch._capture._asked import asked
+from fullbatch._capture._assumed import assumed
 from fullbatch._capture._clean import clean, without_tokens
 from fullbatch._capture._constants import settle
 from fullbatch._capture._frontend import check_data_dependence, check_loss
@@ -101,7 +102,7 @@ def trace_joint(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], eager: Ea
     try:
         with _tracing(graph), _torch.joint_graph(holder, mode, _torch.loss_decompositions()) as module:
             joint = _read(module, sources, loss, len(returned), eager)
-            joint.notes = (*_checkpointed_statistics(graph), *asked(graph))
+            joint.notes = (*_checkpointed_statistics(graph), *asked(graph), *assumed(graph))
             joint.autocast = autocasts(graph, inputs[0].device.type if inputs else "cpu")
     except (CaptureError, torch.OutOfMemoryError):
         raise

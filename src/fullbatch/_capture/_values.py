@@ -23,6 +23,7 @@ from torch import fx
 
 from fullbatch import _torch
 from fullbatch._capture._asked import Answers
+from fullbatch._capture._assumed import Assumptions
 from fullbatch._capture._constants import PURE, changes_argument, name_of
 from fullbatch._errors import CaptureError
 
@@ -64,6 +65,7 @@ class Known(Answers):
     def __init__(self) -> None:
         super().__init__()
         self._reads: list[_Read] = []
+        self.assumptions = Assumptions()
 
     def begin(self) -> None:
         """Before a call that may capture."""
@@ -80,6 +82,13 @@ class Known(Answers):
     def number(self, node: fx.Node) -> int | float | bool | None:
         value = _value(node, of_batch=getattr(node.meta.get("example_value"), "dtype", None) is torch.bool)
         return None if value is None else self._keep(node, False, value)
+
+    def way(self, node: fx.Node, line: str) -> tuple[bool, str] | None:
+        return self.assumptions.way(node, line)
+
+    def note(self, graph: fx.GraphModule) -> None:
+        super().note(graph)
+        self.assumptions.note(graph)
 
     def _keep(self, node: fx.Node, truth: bool, value: Any) -> Any:
         if not any(read.node is node and read.truth is truth for read in self._reads):

@@ -58,9 +58,9 @@ def alone(task: Task, program: Program, samples: int) -> Callable[..., Any]:
         many = samples != batch
         return lambda x: x if not many or owns_dense_storage(x) else x.clone(memory_format=torch.contiguous_format)
     assert task.kernel is not None
-    # The user's own code is not run on tensors that mean nothing.
-    stand_in: Callable[..., Any] = getattr(task.kernel.fn, "stand_in", task.kernel.fn)
-    kernel = replace(task.kernel, fn=stand_in) if task.eager else task.kernel
+    # The user's own code, and checks of values, are not run on tensors that mean nothing.
+    stand_in: Callable[..., Any] | None = getattr(task.kernel.fn, "stand_in", None)
+    kernel = task.kernel if stand_in is None else replace(task.kernel, fn=stand_in)
     bound = kernel.bind()
     return lambda *tensors: bound(samples or batch, *tensors)
 

@@ -60,7 +60,8 @@ def add_moments(total: torch.Tensor, part: torch.Tensor, before: int, now: int) 
     count = before + now
     delta = part[0] - total[0]
     total[1].add_(part[1]).add_(delta.square(), alpha=before * now / count)
-    total[0].add_(delta, alpha=now / count)
+    # A mean that is infinite stays so, where the difference from it would make NaN of it.
+    total[0].add_(torch.where(total[0].isinf(), part[0], delta), alpha=now / count)
 
 
 def owns_dense_storage(tensor: torch.Tensor) -> bool:

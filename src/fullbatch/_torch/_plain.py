@@ -37,6 +37,9 @@ class Known(Protocol):
     def number(self, node: fx.Node) -> int | float | bool | None:
         """The number in the tensor of `node`; None where only the data say."""
 
+    def way(self, node: fx.Node, line: str) -> tuple[bool, str] | None:
+        """A truth that is assumed of the tensor of `node`, and the message of the check it needs; None: of no other."""
+
 
 @contextlib.contextmanager
 def as_plain(known: Known) -> Iterator[None]:
@@ -117,12 +120,28 @@ _NOT = dis.opmap["UNARY_NOT"]
 def _not(handler: Callable[..., Any], known: Known) -> Callable[..., Any]:
     def unary_not(self: Any, inst: Any) -> Any:
         value = self.stack[-1]
-        found = known.truth(value.as_proxy().node) if value.is_tensor() else None
+        found = _truth(self, value, known) if value.is_tensor() else None
         if found is not None:
             self.stack[-1] = variables.ConstantVariable.create(found)
         return handler(self, inst)
 
     return unary_not
+
+
+def _truth(tx: Any, value: Any, known: Known) -> bool | None:
+    """The truth of a tensor: known, or assumed and then checked in the graph; None where only the data say."""
+    node = value.as_proxy().node
+    found = known.truth(node)
+    if found is not None or tx.output.current_tracer is not tx.output.root_tracer:
+        return found
+    frame = tx.frame_summary()
+    assumed = known.way(node, f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}")
+    if assumed is None:
+        return None
+    truth, message = assumed
+    if message:
+        _assert(tx, value, truth, message)
+    return truth
 
 
 def _jump(handler: Callable[..., Any], known: Known, if_true: bool) -> Callable[..., Any]:
@@ -139,7 +158,7 @@ def _jump(handler: Callable[..., Any], known: Known, if_true: bool) -> Callable[
             self.pop()
             _assert(self, value, holds=if_true if fails_here else not if_true)
             return self.jump(inst) if fails_here else None
-        found = known.truth(value.as_proxy().node)
+        found = _truth(self, value, known)
         if found is not None:
             self.stack[-1] = variables.ConstantVariable.create(found)
         return handler(self, inst)
@@ -147,11 +166,11 @@ def _jump(handler: Callable[..., Any], known: Known, if_true: bool) -> Callable[
     return jump
 
 
-def _assert(tx: Any, value: Any, holds: bool) -> None:
+def _assert(tx: Any, value: Any, holds: bool, words: str = "assertion error") -> None:
     """In the graph: raises where the truth of `value` is not `holds`."""
     if not holds:
         value = variables.TorchInGraphFunctionVariable(torch.logical_not).call_function(tx, [value], {})
-    message = variables.ConstantVariable.create("assertion error")
+    message = variables.ConstantVariable.create(words)
     variables.TorchInGraphFunctionVariable(torch._assert_async).call_function(tx, [value, message], {})
 
 
@@ -168,6 +187,8 @@ def _numbers(stack: contextlib.ExitStack, known: Known) -> None:
 
     def method_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         found = known.number(self.as_proxy().node)
+        if found is None and self.dtype is torch.bool:
+            found = _truth(tx, self, known)
         return item(self, tx, *args, **kwargs) if found is None else variables.ConstantVariable.create(found)
 
     def create_proxy(self: Any, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> Any:

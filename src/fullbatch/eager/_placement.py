@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from fullbatch._errors import Fault
-from fullbatch._resume import is_count
+from fullbatch._past import is_count
 from fullbatch.eager._buffers import Rule
 from fullbatch.eager._coupled import Findings
 from fullbatch.eager._place import Choice

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fullbatch._errors import Fault
-from fullbatch._resume import Source, is_count, no_state, set_generators
+from fullbatch._generators import Source, set_generators
+from fullbatch._past import is_count
+from fullbatch._resume import no_state
 from fullbatch.eager._generators import generators_of
 from fullbatch.eager._placement import Fields, Placement, faults_of
 from fullbatch.eager._plan import listed
