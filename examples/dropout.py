@@ -7,12 +7,16 @@ choice between two experts by Gumbel softmax. In half of the plain step's memory
 come from the seed alone, so the same seed gives the same step to the bit, and the same as a step that computes nothing
 twice: were a mask drawn again for the recomputation, they would differ. `step.verify()` gives the plain step the masks
 that were drawn, in the same microbatches, and compares loss, gradients and buffers.
+
+Numbers from NumPy, or from a torch.Generator of the user's, are not drawn where torch's own are: captured, every step
+would see the same ones. Such a step is refused, and the refusal says what to type.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,6 +67,28 @@ def gradient(step: fullbatch.Step, model: nn.Module, batch: tuple[Tensor, Tensor
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
+OWN = torch.Generator().manual_seed(0)
+
+
+def noise_of_numpy(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return loss_fn(model, (x + 0.1 * torch.from_numpy(np.random.randn(*x.shape)).to(x), y))
+
+
+def noise_of_a_generator(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return loss_fn(model, (x + 0.1 * torch.randn(x.shape, generator=OWN), y))
+
+
+def refused(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """Both are refused before anything runs."""
+    for noisy in (noise_of_numpy, noise_of_a_generator):
+        try:
+            fullbatch.Step(noisy, model, batch, microbatch=32)
+        except fullbatch.CaptureError as error:
+            print(f"refused: {error}")
+
+
 def main() -> None:
     torch.manual_seed(0)
     model, batch = network(), make_batch()
@@ -86,6 +112,7 @@ def main() -> None:
         losses.append(float(tight(batch)))
         optimizer.step()
     print(f"loss {losses[0]:.3f} -> {sum(losses[-10:]) / 10:.3f}")
+    refused(model, batch)
 
 
 if __name__ == "__main__":

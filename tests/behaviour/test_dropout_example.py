@@ -31,3 +31,6 @@ def test_recomputed_masks_are_those_that_were_drawn() -> None:
     assert "compared on the masks that the planned step drew" in out
     losses = re.search(r"^loss ([\d.]+) -> ([\d.]+)", out, re.MULTILINE)
     assert losses is not None and float(losses[2]) < 0.3 * float(losses[1])
+    assert "refused: loss_fn draws random numbers from NumPy (numpy.random)" in out
+    assert "refused: loss_fn draws random numbers from a torch.Generator of its own" in out
+    assert "torch.rand(shape, generator=g)" in out

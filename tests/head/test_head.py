@@ -117,3 +117,13 @@ def test_a_target_that_is_no_word() -> None:
         target = torch.tensor([0, wrong, -100])
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
             fullbatch.linear_cross_entropy(torch.randn(3, 3), torch.randn(5, 3), target)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """Its backward has none, and zeros in its place would be a wrong gradient."""
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    target = torch.randint(7, (5,))
+    (slope,) = torch.autograd.grad(fullbatch.linear_cross_entropy(hidden, weight, target), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        slope.square().sum().backward()
+    assert hidden.grad is None and weight.grad is None

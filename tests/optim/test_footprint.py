@@ -63,6 +63,8 @@ OPTIMIZERS: dict[str, Make] = {
     "lars 2017": lambda p: fullbatch.optim.LARS(p, lr=0.1, form="2017"),
 }
 
+HALVES = ["lamb", "lars", "lars 2017"]  # torch's kernels for float16 are CUDA's
+
 LOW_BIT = ["AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"]
 
 
@@ -92,6 +94,17 @@ def test_state_to_the_byte_and_the_peak_of_the_step(name: str, dtype: torch.dtyp
     state, working = _measured(optimizer)
     assert found.exact
     assert sum(found.states.values()) == state
+    assert working <= found.working <= working + NUMBER
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_state_in_float16_is_of_float32(name: str) -> None:
+    optimizer = OPTIMIZERS[name](_model(torch.float16).parameters())
+    found = footprint(optimizer, CPU)
+    state, working = _measured(optimizer)
+    tensors = 2 if name == "lamb" else 1
+    assert found.exact
+    assert sum(found.states.values()) == state == tensors * 4 * sum(p.numel() for p in parameters_of(optimizer))
     assert working <= found.working <= working + NUMBER
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import fullbatch
 
@@ -111,16 +111,20 @@ def test_clipping(clip: Any) -> None:
 
 def test_average_of_weights_and_its_statistics() -> None:
     def train(model: Any, step: Any) -> Any:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        optimizer, rates = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), []
+        schedule = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2, anneal_strategy="linear")
         averages = [AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))]
         for batch in _batches():
             optimizer.zero_grad()
             step(batch)
+            rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
+            schedule.step()
             for average in averages:
                 average.update_parameters(model)
         for average in averages:
             update_bn([images for images, _ in _batches()], average)  # forwards alone: no gradients, no step needed
+        assert rates == pytest.approx([0.3, 0.175, 0.05, 0.05])
         return averages
 
     for plain, planned in zip(*_both(train), strict=True):

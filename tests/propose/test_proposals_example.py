@@ -31,3 +31,8 @@ def test_the_example() -> None:
     assert found is not None, done.stdout
     assert abs(float(found[1]) - float(found[2])) < 2e-4
     assert int(found[3].replace(",", "")) <= 3_500_000
+    assert "images of 32 x 32 fit: F.interpolate(batch[0], size=(32, 32))" in done.stdout
+    smaller = re.search(r"loss [\d.]+, ([\d,]+) of 400,000 bytes, least before ([\d,]+)", done.stdout)
+    assert smaller is not None, done.stdout
+    now, before = (int(number.replace(",", "")) for number in smaller.groups())
+    assert now <= 400_000 < before

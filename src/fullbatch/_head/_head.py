@@ -33,7 +33,8 @@ def linear_cross_entropy(
     suffice is from Cut Cross-Entropy (Wijmans et al., 2024).
 
     It works in plain PyTorch and in a `Step`, whose microbatches it runs in. Under autocast `hidden`, `weight` and
-    `bias` are converted as `F.linear` converts them.
+    `bias` are converted as `F.linear` converts them. It has no second derivative: a loss that holds a gradient of it (a
+    gradient penalty) needs the logits.
 
     Args:
         hidden: features [..., features] in float16, bfloat16, float32 or float64.
@@ -47,6 +48,7 @@ def linear_cross_entropy(
 
     Raises:
         LossError: shapes, dtypes or options that do not fit, all of them at once (from a Step: CaptureError).
+        RuntimeError: from autograd, where a gradient of it is differentiated.
         IndexError: a target that is no word (on CUDA an assertion on the device, as in `F.cross_entropy`).
     """
     faults = _faults(hidden, weight, target, bias, reduction, label_smoothing, softcap, slice)

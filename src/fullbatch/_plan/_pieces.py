@@ -21,7 +21,7 @@ _LOCAL = (Kind.LOCAL, Kind.SLICE)
 # (labels that were counted before the forward) they decide nothing.
 _FEW = 0.01
 
-_SOFT = 48  # segments into which the backward of one stage is cut, at most
+_SOFT = 96  # segments into which the backward of one stage is cut, at most
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,14 @@ class Cut:
     entries: tuple[str, ...] = ()
 
     def spans(self, microbatch: int) -> list[Span]:
-        """(start, stop) of each microbatch, the last one with what is left."""
-        return [(start, min(start + microbatch, self.size)) for start in range(0, self.size, microbatch)]
+        """(start, stop) of each microbatch: as few as hold at most so many, of sizes that differ by one at most.
+
+        33 samples in eights are 7, 7, 7, 6, 6: the last of 8, 8, 8, 8, 1 is one that BatchNorm cannot take.
+        """
+        count = -(-self.size // microbatch)
+        least, more = divmod(self.size, count)
+        starts = [index * least + min(index, more) for index in range(count + 1)]
+        return list(pairwise(starts))
 
     def weight(self, batch: Any) -> float:
         """Bytes a sample of the batch's tensors."""

@@ -43,7 +43,8 @@ class Plan(Printed):
     """How a step runs that is not captured. Bytes are exact for the example batch; another may take other branches.
 
     `owned` is what the step owns before it runs (parameters, buffers, gradients, optimizer state, batch), `activations`
-    what it allocated above that when this configuration was run on the example, all microbatches of it.
+    what it allocated above that when this configuration was run on the example, all microbatches of it. `microbatch` is
+    the most samples in one: a batch is cut evenly, 33 samples in eights as 7, 7, 7, 6, 6.
     """
 
     batch: int
@@ -73,12 +74,12 @@ class Plan(Printed):
 
     def __rich__(self) -> Table:
         table = Table(title="fullbatch eager plan", show_header=False, title_justify="left")
-        last = self.batch - self.microbatch * (self.microbatches - 1)
+        least = self.batch // self.microbatches
         table.add_row("batch", f"{self.batch} samples")
         same = "as far as was tried: the gradient is that of all of them, to rounding; no certificate"
         table.add_row("same mathematics", same if self.exact else "no: see below")
-        uneven = f", the last of {last}" if last != self.microbatch else ""
-        table.add_row("microbatch", f"{self.microbatch} samples x {self.microbatches}{uneven}")
+        most, rest = ("", "") if least == self.microbatch else ("at most ", f", none of less than {least}")
+        table.add_row("microbatch", f"{most}{self.microbatch} samples x {self.microbatches}{rest}")
         table.add_row("checkpointed", ", ".join(self.checkpointed) or "nothing")
         table.add_row("peak memory", f"{format_bytes(self.predicted_peak)} (measured on the example)")
         table.add_row("  owned before", format_bytes(self.owned))

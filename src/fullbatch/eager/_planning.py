@@ -8,7 +8,7 @@ found here; where there is less memory now, its microbatch stays, and only the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from fullbatch._prepared import Prepared, form_of, prepare
 from fullbatch._tree import check_devices, leaves, named_tensors
 from fullbatch.eager._coupled import Findings, batch_norms, norms_named, norms_refused, only_reads
 from fullbatch.eager._cut import Cut, children, find_cut
+from fullbatch.eager._few import few_refused, is_too_few, leaves_one, normaliser
 from fullbatch.eager._formats import refuse_formats
 from fullbatch.eager._loop import Job
 from fullbatch.eager._place import Placer
@@ -65,11 +66,11 @@ class Planning:
         self.shared: Placement | None = None
         self.prepared: dict[str, Placement] = {}
         self._last: Looked | None = None
+        self._functions: list[str] = []  # that were seen to need more than one sample, and are no modules
 
     def place(self, batch: Any) -> tuple[Cut, Placement, Plan]:
         """How a batch that is to run is cut and placed. Tries on it where that is not known."""
-        looked = self._look(batch)
-        placement = self._placed(self._known(looked), batch, looked)
+        looked, placement = self._settled(batch, self._known)
         if looked.form in self.prepared:
             self.prepared[looked.form] = placement
         else:
@@ -83,9 +84,9 @@ class Planning:
 
         def plan(batch: Any) -> Plan:
             _refuse_meta(batch)
-            looked = self._look(batch)
-            found[looked.form] = self._placed(self.prepared.get(looked.form), batch, looked)
-            return self._as_plan(found[looked.form], looked)
+            looked, placement = self._settled(batch, lambda looked: self.prepared.get(looked.form))
+            found[looked.form] = placement
+            return self._as_plan(placement, looked)
 
         result = prepare(plan, batches, self.job.device, lambda batch: _form(batch, self.job.device))
         self.prepared.update(found)
@@ -97,6 +98,39 @@ class Planning:
         placement = self._known(self._last)
         assert placement is not None
         return self._as_plan(placement, self._last)
+
+    def explain(self, error: ValueError, batch: Any) -> None:
+        """Raises what a ValueError of a run on `batch` means; returns where it shows a function that was not known."""
+        cut, model = find_cut(batch, self._batch_dims), self.job.model
+        if not is_too_few(error) or not self._splits(cut.size) or self._two_are_few(cut, batch):
+            raise error
+        name = normaliser(error, model)
+        if not self.settings.allow_inexact:
+            raise norms_refused([name]) from error
+        if name in self._functions or name in batch_norms(model, self.job.moving):
+            most = self.settings.microbatch or (self.shared.choice.microbatch if self.shared else cut.size)
+            raise few_refused(name, cut.size, most) from error
+        self._functions.append(name)
+
+    def _two_are_few(self, cut: Cut, batch: Any) -> bool:
+        """Whether two samples are too few as one is, so that it is not for want of samples."""
+        try:
+            with caches_off(self.job.model):
+                only_reads(self.job, cut, batch, (0, 2))
+        except ValueError as error:
+            if not is_too_few(error):
+                raise
+            return True
+        return False
+
+    def _settled(self, batch: Any, known: Callable[[Looked], Placement | None]) -> tuple[Looked, Placement]:
+        """How a batch looks and is placed; found again where it shows a function that couples samples."""
+        while True:
+            try:
+                looked = self._look(batch)
+                return looked, self._placed(known(looked), batch, looked)
+            except ValueError as error:
+                self.explain(error, batch)
 
     def _known(self, looked: Looked) -> Placement | None:
         return self.prepared.get(looked.form, self.shared)
@@ -120,8 +154,10 @@ class Planning:
         return Looked(_form(batch, self.job.device), cut, cut.weight(batch), owned, norms)
 
     def _norms(self, cut: Cut) -> list[str]:
-        """Modules that use statistics of the batch, where it is not run at once. Raises ModelError."""
-        norms = batch_norms(self.job.model, self.job.moving) if self._splits(cut.size) else []
+        """What uses statistics of the batch, where it is not run at once. Raises ModelError."""
+        if not self._splits(cut.size):
+            return []
+        norms = batch_norms(self.job.model, self.job.moving) + self._functions
         if norms and not self.settings.allow_inexact:
             raise norms_refused(norms)
         return norms
@@ -130,11 +166,11 @@ class Planning:
         return size > 1 and not (self.settings.microbatch is not None and self.settings.microbatch >= size)
 
     def _sizes(self, size: int, norms: bool) -> list[int]:
-        """Microbatches to choose from, rising. BatchNorm needs more than one sample in each, the last one too."""
+        """Microbatches to choose from, rising. BatchNorm needs more than one sample in each."""
         if self.settings.microbatch is not None:
             return [min(self.settings.microbatch, size)]
         sizes = sorted(microbatch_sizes(size))
-        return [m for m in sizes if m == size or (m > 1 and size % m != 1)] if norms else sizes
+        return [m for m in sizes if m == size or not leaves_one(size, m)] if norms else sizes
 
     # ---- what is known, or found
 
@@ -155,6 +191,8 @@ class Planning:
             return False
         if asked is not None and min(asked, size) != min(known.choice.microbatch, size):
             return False  # placed on a batch that is shorter than the microbatch
+        if _most(size, known.choice.microbatch) > _most(known.batch, known.choice.microbatch):
+            return False  # placed on a batch that was cut into less
         return not set(known.choice.checkpointed) - {name for name, _ in named_modules(self.job.model)}
 
     def _search(self, batch: Any, looked: Looked, sizes: list[int]) -> Placement:
@@ -207,6 +245,12 @@ class Planning:
         if self.settings.memory is None and self.settings.microbatch is None:
             notes.append(f"budget: what is free now plus what the step owns, less a reserve of {RESERVE:.0%}")
         return notes
+
+
+def _most(size: int, microbatch: int) -> int:
+    """Samples in the largest microbatch of at most so many."""
+    start, stop = Cut(size, {}).spans(microbatch)[0]
+    return stop - start
 
 
 def _form(batch: Any, device: torch.device) -> str:

@@ -53,12 +53,12 @@ class Step:
     module is not checkpointed and the plan says so. Random numbers follow your seed, microbatch by microbatch: they are
     not those that the undivided batch would draw.
 
-    Two things couple samples, and are refused by name: modules that use statistics of the batch (BatchNorm in train
-    mode), and a loss whose sum or count is not that of its parts. The second is tried on the example, with every
-    random operator a constant. The trial cannot see coupling in a branch that the example does not take, coupling
-    weaker than the square root of the rounding of the coarsest dtype in the step, and coupling that only shows in more
-    samples than a forward has room for. A microbatch of the whole batch, where asked for, is exact whatever couples
-    it.
+    Two things couple samples, and are refused by name: what uses statistics of the batch (BatchNorm in train mode; a
+    call of `F.batch_norm` that cannot take one sample), and a loss whose sum or count is not that of its parts. The
+    second is tried on the example, with every random operator a constant. The trial cannot see coupling in a branch
+    that the example does not take, coupling weaker than the square root of the rounding of the coarsest dtype in the
+    step, and coupling that only shows in more samples than a forward has room for. A microbatch of the whole batch,
+    where asked for, is exact whatever couples it.
 
     `prepare` plans for every form of a batch before training, and `state_dict` in a checkpoint makes a resumed run end
     with the same bits. What `fullbatch.Step` has besides, this has not: no `verify`, and no saved plans.
@@ -72,13 +72,15 @@ class Step:
             tuple among them, are the same for all.
         memory: the budget in bytes, or "6GiB", of all that the step owns and allocates. None: what is free now plus
             what the step owns, less a reserve of 10 %.
-        microbatch: samples a microbatch, instead of or besides a budget.
+        microbatch: the most samples in a microbatch, instead of or besides a budget. A batch is cut evenly: 33 samples
+            in eights are 7, 7, 7, 6, 6.
         optimizer: counted in the budget with the state that it has or will have; of a list or tuple of them, all are.
         batch_dims: which dimension of each tensor carries the batch: a nest like the batch, of dimensions and None, and
             "list" for a list that has one entry a sample, such as images of different sizes.
         allow_inexact: what couples samples is computed within microbatches, and named in `plan.inexact`. BatchNorm then
             uses the statistics of each microbatch; its running statistics make one update a step with the mean of the
-            microbatches' statistics, weighted by samples, and `num_batches_tracked` goes up by one.
+            microbatches' statistics, weighted by samples, and `num_batches_tracked` goes up by one. One that cannot
+            take a single sample gets none; where no cut into microbatches avoids it, that is a ModelError.
 
     Raises:
         FullbatchError: BatchError, ModelError, LossError, MemorySizeError or BudgetError, with state as before. And
@@ -131,10 +133,14 @@ class Step:
         cut, placement, plan = self._planning.place(batch)
         job = self._planning.job
         scale = scale_of(scaler, job.device)
-        with preserved(job, always=False), caches_off(self._model):
-            mode = Mode(plan.checkpointed, 1.0 if scale is None else float(scale))
-            result = run(job, cut, batch, cut.spans(plan.microbatch), mode)
-            self._commit(result, placement.findings.rules)
+        mode = Mode(plan.checkpointed, 1.0 if scale is None else float(scale))
+        try:
+            with preserved(job, always=False), caches_off(self._model):
+                result = run(job, cut, batch, cut.spans(plan.microbatch), mode)
+                self._commit(result, placement.findings.rules)
+        except ValueError as error:
+            self._planning.explain(error, batch)
+            raise
         self._plan = plan
         self._steps += 1
         return result.sums.mean()

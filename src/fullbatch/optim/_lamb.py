@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fullbatch.optim._trust import Trusting
+from fullbatch.optim._trust import Trusting, computed, empty_state
 
 
 class LAMB(Trusting):
@@ -27,7 +27,8 @@ class LAMB(Trusting):
         weight_decay: added to the direction, times the weight. Typical: 0.01.
         adapt: whether the trust ratio applies; an option of each group.
 
-    State: two tensors a parameter, in its form, and a count. Working memory: two tensors of the largest.
+    State: two tensors a parameter, in its form (of float16 in float32), and a count. Working memory: two tensors of the
+    largest, of halves in float32.
 
     Raises:
         OptimizerError: an option out of range; at a step, a sparse gradient.
@@ -46,16 +47,22 @@ class LAMB(Trusting):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt})
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
-        gradient = parameter.grad
-        assert gradient is not None
         if not state:
             state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg"], state["exp_avg_sq"] = empty_state(parameter), empty_state(parameter)
         state["step"] += 1
         first, second = group["betas"]
-        state["exp_avg"].lerp_(gradient, 1 - first)
-        state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        root = state["exp_avg_sq"].sqrt().div_((1 - second ** state["step"]) ** 0.5).add_(group["eps"])
-        update: torch.Tensor = state["exp_avg"].div(root).div_(1 - first ** state["step"])
-        return update.add_(parameter, alpha=group["weight_decay"])
+        _average(parameter, state["exp_avg"], state["exp_avg_sq"], first, second)
+        root = state["exp_avg_sq"].sqrt().to(computed(parameter.dtype))
+        root.div_((1 - second ** state["step"]) ** 0.5).add_(group["eps"])
+        update: torch.Tensor = state["exp_avg"].to(root.dtype, copy=True).div_(root).div_(1 - first ** state["step"])
+        del root
+        return update.add_(parameter.to(update.dtype), alpha=group["weight_decay"])
+
+
+def _average(parameter: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, first: float, second: float) -> None:
+    """Moves both moments on, in their own form."""
+    assert parameter.grad is not None
+    gradient = parameter.grad.to(mean.dtype)
+    mean.lerp_(gradient, 1 - first)
+    square.mul_(second).addcmul_(gradient, gradient, value=1 - second)

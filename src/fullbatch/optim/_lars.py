@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fullbatch.optim._trust import Trusting, norm
+from fullbatch.optim._trust import Trusting, computed, empty_state, norm, stored, subtract
 
 
 class LARS(Trusting):
@@ -37,7 +37,8 @@ class LARS(Trusting):
         adapt: whether the trust ratio applies; an option of each group.
         form: which paper's order of scaling and momentum.
 
-    State: one tensor a parameter, in its form. Working memory: one tensor of the largest.
+    State: one tensor a parameter, in its form (of float16 in float32). Working memory: one tensor of the largest, of
+    halves two in float32.
 
     Raises:
         OptimizerError: an option out of range; at a step, a sparse gradient.
@@ -67,29 +68,33 @@ class LARS(Trusting):
         direction = _decayed(parameter, group)
         buffer = state.get("momentum_buffer")
         if buffer is None:
-            buffer = state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        buffer.mul_(group["momentum"]).add_(direction, alpha=1 - group["momentum"])
-        return direction.copy_(buffer)
+            buffer = state["momentum_buffer"] = empty_state(parameter)
+        mean = buffer.to(direction.dtype).mul_(group["momentum"]).add_(direction, alpha=1 - group["momentum"])
+        buffer.copy_(mean)
+        return direction.copy_(mean)
 
     def _ratio(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         assert parameter.grad is not None
         weight, gradient = norm(parameter), norm(parameter.grad)
         known = (weight > 0) & (gradient > 0)
         ratio = group["trust"] * weight / (gradient + group["weight_decay"] * weight)
-        return torch.where(known, ratio, torch.ones_like(weight)).to(parameter.dtype)
+        return torch.where(known, ratio, torch.ones_like(weight))
 
     def _move_2017(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         rate = self._ratio(parameter, group) * group["lr"] if group["adapt"] else group["lr"]
         update = _decayed(parameter, group).mul_(rate)
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = update
+            state["momentum_buffer"] = update.to(stored(parameter.dtype))
         else:
-            state["momentum_buffer"].mul_(group["momentum"]).add_(update)
-        parameter.sub_(state["momentum_buffer"])
+            buffer = state["momentum_buffer"]
+            update = buffer.to(update.dtype).mul_(group["momentum"]).add_(update)
+            buffer.copy_(update)
+        subtract(parameter, update)
 
 
 def _decayed(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """The gradient with the decay of the weights, in memory of its own."""
+    """The gradient with the decay of the weights, in memory of its own and at least float32."""
     assert parameter.grad is not None
-    return parameter.grad.add(parameter, alpha=group["weight_decay"])
+    gradient = parameter.grad.to(computed(parameter.dtype), copy=True)
+    return gradient.add_(parameter.to(gradient.dtype), alpha=group["weight_decay"])

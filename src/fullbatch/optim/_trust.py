@@ -3,7 +3,9 @@
 Limit that forced it: with large batches the best rate of each layer is its own, and one for all diverges (You, Gitman
 and Ginsburg 2017, arXiv:1708.03888). Shape of the answer: an update is scaled to the length of the tensor that it
 moves, so that `|dw| / |w|` is the learning rate in every step. Several libraries' optimizers of these names do not
-keep this; here it is tested.
+keep this; here it is tested. Of halves, ratio, rate and update are float32: in float16 a ratio above 65,504 is
+infinite, and the squares of gradients below 1e-4 are zero, so that there the state is float32 too. Operands of two
+dtypes are converted before they meet: a CPU kernel would convert them inside, where no plan sees the memory.
 """
 
 from __future__ import annotations
@@ -42,11 +44,32 @@ class Trusting(torch.optim.Optimizer, ABC):
         update = self._update(parameter, group, self.state[parameter])
         if group["adapt"]:
             update.mul_(trust_ratio(parameter, update) * group.get("trust", 1.0))
-        parameter.sub_(update.mul_(group["lr"]))
+        subtract(parameter, update.mul_(group["lr"]))
 
     @abstractmethod
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
-        """The direction to move against, in memory of its own."""
+        """The direction to move against, in memory of its own, of `computed`'s dtype."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As every optimizer's; state that is kept in float32 stays in it."""
+        given: list[dict[str, Any]] = []
+        last = self.register_load_state_dict_pre_hook(lambda _, loaded: given.append(loaded))  # as other hooks left it
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        self._widen(given[0])
+
+    def _widen(self, saved: dict[str, Any]) -> None:
+        """Reads the state of float16 parameters again, which torch has cast to the parameter's dtype."""
+        for group, old in zip(self.param_groups, saved["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], old["params"], strict=True):
+                dtype = stored(parameter.dtype)
+                if dtype == parameter.dtype:
+                    continue
+                for name, value in saved["state"].get(key, {}).items():
+                    if isinstance(value, torch.Tensor) and value.is_floating_point():
+                        self.state[parameter][name] = value.to(parameter.device, dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its options are checked as those of the constructor. Raises OptimizerError."""
@@ -54,15 +77,35 @@ class Trusting(torch.optim.Optimizer, ABC):
         super().add_param_group(param_group)
 
 
+def computed(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype an update of parameters of `dtype` is computed: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def stored(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype their state is kept: their own, as torch's optimizers do, but for float16's narrow range."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def empty_state(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor of zeros to keep for a parameter."""
+    return torch.zeros_like(parameter, dtype=stored(parameter.dtype), memory_format=torch.preserve_format)
+
+
+def subtract(parameter: torch.Tensor, update: torch.Tensor) -> None:
+    """Takes an update off a parameter, which is rounded once."""
+    parameter.copy_(parameter.to(update.dtype).sub_(update))  # where dtypes are the same, `to` and `copy_` do nothing
+
+
 def trust_ratio(parameter: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
     """`|w| / |u|`, a scalar tensor; 1 where either is zero, or a tensor of zeros could never leave zero.
 
-    Computed in float32 for halves: the sum of a large tensor's squares is beyond their range.
+    In float32 for halves: the sum of a large tensor's squares is beyond their range, as the ratio to a small one is.
     """
     weight, direction = norm(parameter), norm(update)
     known = (weight > 0) & (direction > 0)
     ratio: torch.Tensor = torch.where(known, weight / direction, torch.ones_like(weight))
-    return ratio.to(update.dtype)
+    return ratio
 
 
 def norm(tensor: torch.Tensor) -> torch.Tensor:
