@@ -21,7 +21,7 @@ Held = tuple[frozenset[int], ...]
 _WIDTH, _LET_GO = 2, 0.4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Gap:
     """`value` into the segments from `first` to `last`; `worth`: what holding it there saves."""
 
@@ -29,6 +29,9 @@ class Gap:
     first: int
     last: int
     worth: float
+
+
+_State = tuple[list[frozenset[int]], list[Needs], list[float], dict[int, list[Gap]]]
 
 
 class Polish:
@@ -44,6 +47,7 @@ class Polish:
         self._needs = [Needs(self._reduced, t, values) for t, values in enumerate(self._held)]
         self._slack = [0.0] * len(held)
         self._trials = 0
+        self._offered: dict[int, list[Gap]] = {}  # by segment, as long as nothing changes: most tries change nothing
         self._follow(0, len(held))
 
     @property
@@ -98,9 +102,9 @@ class Polish:
             return
         self._follow(min(gap.first for gap in gone), max(gap.last for gap in gone))
         self._climb()
-        fits = all(now >= min(0.0, then) for now, then in zip(self._slack, kept[-1], strict=True))
+        fits = all(now >= min(0.0, then) for now, then in zip(self._slack, kept[2], strict=True))
         if not (fits and self.cost < _cost(kept[1]) * (1 - 1e-6)):
-            self._held, self._needs, self._slack = kept
+            self._restore(kept)
 
     def _climb(self) -> None:
         while self._trials > 0:
@@ -141,14 +145,17 @@ class Polish:
         """Gaps that are held into one of `segments`, with what letting them go costs."""
         found: dict[tuple[int, int], Gap] = {}
         for segment in segments:
-            for value in self._held[segment]:
-                if value == wanted:
-                    continue
-                first, last = self._gap_around(value, segment)
-                if (value, last) not in found:
-                    self._trials -= 1
-                    found[value, last] = Gap(value, first, last, self._needs[last].lost(value))
+            if segment not in self._offered:
+                self._offered[segment] = [self._offer(value, segment) for value in self._held[segment]]
+            for gap in self._offered[segment]:
+                if gap.value != wanted:
+                    found.setdefault((gap.value, gap.last), gap)
+        self._trials -= len(found)
         return list(found.values())
+
+    def _offer(self, value: int, segment: int) -> Gap:
+        first, last = self._gap_around(value, segment)
+        return Gap(value, first, last, self._needs[last].lost(value))
 
     def _gap_around(self, value: int, segment: int) -> tuple[int, int]:
         held, needs = self._held, self._needs
@@ -204,22 +211,27 @@ class Polish:
             self._set(item, False)
         self._set(gap, True)
         self._follow(min(item.first for item in (gap, *given)), max(item.last for item in (gap, *given)))
-        fits = all(now >= min(0.0, then) for now, then in zip(self._slack, kept[-1], strict=True))
+        fits = all(now >= min(0.0, then) for now, then in zip(self._slack, kept[2], strict=True))
         if fits and self.cost < cost * (1 - 1e-6):
             return True
-        self._held, self._needs, self._slack = kept
+        self._restore(kept)
         return False
 
-    def _state(self) -> tuple[list[frozenset[int]], list[Needs], list[float]]:
-        return list(self._held), list(self._needs), list(self._slack)
+    def _state(self) -> _State:
+        return list(self._held), list(self._needs), list(self._slack), self._offered
+
+    def _restore(self, state: _State) -> None:
+        self._held, self._needs, self._slack, self._offered = state
 
     def _set(self, gap: Gap, on: bool) -> None:
+        self._offered = {}
         for segment in range(gap.first, gap.last + 1):
             held = self._held[segment]
             self._held[segment] = held | {gap.value} if on else held - {gap.value}
 
     def _follow(self, first: int, last: int) -> None:
         """Finds again what runs from segment `first` on. What was made for another's sake only may be gone with it."""
+        self._offered = {}
         for segment in range(first, len(self._held)):
             held = self._held[segment]
             if segment:
