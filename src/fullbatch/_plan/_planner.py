@@ -91,7 +91,7 @@ class Planner:
     def _search(self, room: int, microbatch: int | None, deep: bool = True) -> Choice | None:
         """The fastest choice that fits, of all searches that are worth making; `deep`: the best are searched on."""
         fits: list[_Found] = []
-        for candidates in self._searches(room, microbatch, fits):
+        for candidates in self._searches(room, microbatch, fits, deep):
             found = self._that_fit(candidates, room)
             best = min((choice.overhead for _, choice in fits), default=inf)
             fits.extend(found)
@@ -123,10 +123,12 @@ class Planner:
 
     # ---- search
 
-    def _searches(self, room: int, microbatch: int | None, fits: Sequence[_Found]) -> Iterator[list[Candidate]]:
+    def _searches(
+        self, room: int, microbatch: int | None, fits: Sequence[_Found], deep: bool
+    ) -> Iterator[list[Candidate]]:
         """Candidates of one program at one size, the most promising first, search by search. `fits`: found so far."""
         if microbatch is not None:
-            yield self._fitting(self._side(microbatch), microbatch, room)
+            yield self._fitting(self._side(microbatch), microbatch, room, deep)
             return
         whole = self._whole.hold_all(self._batch)
         if whole.peak <= room:
@@ -135,7 +137,7 @@ class Planner:
         if self._batch > 1:
             yield from self._split_searches(room, fits)
         if self._batch < _FEW or not fits:
-            yield self._fitting(self._whole, self._batch, room)
+            yield self._fitting(self._whole, self._batch, room, deep)
 
     def _split_searches(self, room: int, fits: Sequence[_Found]) -> Iterator[list[Candidate]]:
         sizes = [size for size in microbatch_sizes(self._batch) if size < self._batch]
@@ -164,9 +166,9 @@ class Planner:
                 return
             yield self._fitting(split, size, room)
 
-    def _fitting(self, side: Side, size: int, room: int) -> list[Candidate]:
+    def _fitting(self, side: Side, size: int, room: int, deep: bool = True) -> list[Candidate]:
         """The fastest candidates that fit by the costs they were planned with; else the one with least peak."""
-        return _likely(side.fit(size, room, side.costs(size, room)), room)
+        return _likely(side.fit(size, room, side.costs(size, room), hurried=not deep), room)
 
     def _exact(self, candidate: Candidate, room: int | None) -> Choice:
         side = candidate.side
@@ -209,7 +211,7 @@ class Planner:
         cost = side.costs(size, None)
         lowest = min((side.hold_nothing(size, cost), side.hold_all(size, cost)), key=lambda c: c.peak)
         for _ in range(_SHRINKS):
-            closer = min(side.fit(size, int(0.85 * lowest.peak), cost), key=lambda c: c.peak)
+            closer = min(side.fit(size, int(0.85 * lowest.peak), cost, hurried=True), key=lambda c: c.peak)
             if closer.peak >= lowest.peak:
                 break
             lowest = closer

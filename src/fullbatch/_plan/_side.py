@@ -8,18 +8,20 @@ the peak fits and nothing is left to hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fullbatch._cost._costs import LAUNCH, Coster, estimated, own_cost
 from fullbatch._ir import Kind, Program
+from fullbatch._plan._anneal import find_orders
 from fullbatch._plan._descent import descend
 from fullbatch._plan._pieces import Bodies, find_segments
 from fullbatch._plan._polish import Held, Polish
 from fullbatch._plan._profile import Profile, profile
 from fullbatch._plan._reduced import Price, Reduced, reduce_program
 from fullbatch._plan._relaxed import HoldingProblem
-from fullbatch._plan._schedule import Schedule, assemble, microbatches, targets_early
+from fullbatch._plan._runs import Runs, first_order
+from fullbatch._plan._schedule import Action, Do, Schedule, assemble, microbatches, targets_early
 from fullbatch._plan._stages import Stages
 from fullbatch._plan._storages import Storages
 
@@ -49,6 +51,9 @@ _WALKS = 800
 # Tasks that such walks take together, at most: a small program may stand for a long one (a network unrolled over time).
 _WALKED = 80_000
 
+# Of the orders found run by run, the fastest so many are walked.
+_ORDERS = 2
+
 # Changes of what is held that are tried each time limits are corrected, and in a search from there.
 _TRIALS = 30_000
 _SEARCHES = 60_000
@@ -59,7 +64,10 @@ _BRIEF = 10_000
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run a program: `time` in bytes moved, `peak` by the costs it was planned with."""
+    """A way to run a program: `time` in bytes moved, `peak` by the costs it was planned with.
+
+    `held`: values held into each segment; empty where an order was found run by run.
+    """
 
     side: Side
     size: int
@@ -179,8 +187,11 @@ class Side:
         again = sum(reduced.again(t, ran) for t, ran in enumerate(runs))
         return Candidate(self, size, held, schedule, found, again, tuple(runs))
 
-    def fit(self, size: int, room: int, cost: Coster) -> list[Candidate]:
-        """Candidates whose peak comes down to `room`: the fastest that fits is the last that does."""
+    def fit(self, size: int, room: int, cost: Coster, hurried: bool = False) -> list[Candidate]:
+        """Candidates whose peak comes down to `room`, those that come nearest last.
+
+        `hurried`: of a small step, where many rooms are tried one after another.
+        """
         candidate = self.hold_all(size, cost)
         tried = [candidate]
         if candidate.peak <= room:
@@ -196,11 +207,17 @@ class Side:
             if _FULL * room < candidate.peak <= room:
                 break
         if len(self.reduced.nodes) <= _SMALL and not self.across and len(tried) > 1:
-            tried.extend(self._descended(tried, room, cost))
+            runs = self._runs(size, cost)
+            if runs is None or not hurried:
+                tried += self._descended(tried, room, cost)
+            if runs is not None:
+                tried += self._ordered(runs, tried, room, cost, hurried)
         return tried
 
     def search(self, start: Candidate, room: int, cost: Coster, anew: bool) -> list[Candidate]:
         """Candidates that may be faster than `start`, which fits; `anew`: from the relaxation of its limits as well."""
+        if not start.held:
+            return []
         problem, limits = self.problem(start.size), self._limits(start, room)
         again = problem.choose(limits) if anew or self.reduced.columns <= _BRIEF else None
         found: list[Candidate] = []
@@ -265,6 +282,33 @@ class Side:
             for start in starts.values()
         ]
 
+    def _runs(self, size: int, cost: Coster) -> Runs | None:
+        """The step run by run, where it is one microbatch and nothing else lies between."""
+        if size < self.program.batch:
+            return None
+        phases = self.hold_all(size, cost).schedule.phases
+        order = first_order(self.stages, _tasks(phases[0].last))
+        runs = None if order is None else Runs(self.program, order, cost, self.price)
+        return runs if runs is not None and runs.plain else None
+
+    def _ordered(
+        self, runs: Runs, tried: Sequence[Candidate], room: int, cost: Coster, hurried: bool
+    ) -> list[Candidate]:
+        """Orders found run by run, also from the fastest of `tried` that fits."""
+        size = tried[0].size
+        start = min((c for c in tried if c.peak <= room), key=lambda c: c.again, default=None)
+        begin = None if start is None else runs.order_of(_tasks(start.schedule.phases[0].last))
+        orders = find_orders(runs, room, self.launch, begin, hurried)
+        return [self._in_order(runs.tasks(order), size, cost) for order in orders[-_ORDERS:]]
+
+    def _in_order(self, tasks: list[int], size: int, cost: Coster) -> Candidate:
+        """The candidate that runs `tasks` in this order, in one segment."""
+        program = self.program
+        schedule = assemble(program, self.stages, [tasks], microbatches(program.batch, size))
+        found = profile(program, schedule.phases, [[0] * len(tasks)], 1, size, cost)
+        again = sum(self.price(program.by_id[task]) for task in tasks) - self.work
+        return Candidate(self, size, (), schedule, found, max(0.0, again), ())
+
     def _besides(self, candidate: Candidate) -> list[float]:
         """Bytes alive at the peak around each segment's beginning, besides those that the program counts."""
         problem = self.problem(candidate.size)
@@ -293,6 +337,11 @@ class Side:
         """All that can be run again is."""
         nothing = tuple(frozenset[int]() for _ in range(self.segments.count))
         return self._candidate(nothing, size, cost)
+
+
+def _tasks(actions: Iterable[Action]) -> list[int]:
+    """What is run and joined, in order."""
+    return [action.subject for action in actions if action.do is not Do.FREE]
 
 
 def _exceeding(peaks: Sequence[int], room: int) -> Iterator[tuple[int, int]]:
