@@ -407,23 +407,22 @@ class Step:
         call = self._call
         assert call is not None
         captured.prepare(inputs, call.leaves, call.shape)
-        call.captured = captured
+        call.captured, call.inputs = captured, inputs
         if captured.eager is not None:
             captured.count_before(*call.before)
-        call.plan, executor = self._plan_for(captured, call, inputs)
+        call.plan, executor = self._plan_for(captured, call)
         if call.only_plan:
             raise PlannedOnly
         if captured.eager is not None:  # what Dynamo makes of the outputs comes first, then the loss
-            call.executor, call.inputs = executor, inputs
+            call.executor = executor
             return captured.begin()
         if captured.random:
             call.generator = save_generator()
         with torch.autocast(self._device.type, enabled=False):  # the graph says each conversion
             outputs, call.pending = captured.run(executor, inputs, call.drawn)
-        call.inputs = inputs
         return outputs
 
-    def _plan_for(self, captured: Captured, call: Call, inputs: Sequence[torch.Tensor]) -> tuple[Plan, Executor]:
+    def _plan_for(self, captured: Captured, call: Call) -> tuple[Plan, Executor]:
         parameters, buffers = (named_tensors(self._model, which).values() for which in ("parameters", "buffers"))
         tensors = [*call.owned, *call.leaves]
         owned = owned_bytes(self._device, parameters, buffers, tensors, self._optimizers).total
@@ -435,6 +434,6 @@ class Step:
         request = replace(wanted.request(captured, call.shape.size, self._device, owned, must_fit), like=self._like)
         if request.microbatch is None and request.budget is not None:
             call.past = self._progress.past(captured.key, call.shape.size, request.budget, self._given)
-            captured.agree(call.past, inputs)
+            captured.agree(call.past, call.inputs)
         after = optimizer_step(self._device, parameters, self._optimizers)
         return planned(lambda: captured.plan(request, call.past), request.budget, owned, after)

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONTIER = ROOT / "benchmarks" / "frontier"
+REACH = ROOT / "benchmarks" / "reach"
 
 
 def _rows() -> list[dict[str, Any]]:
@@ -44,3 +45,16 @@ def test_every_budget_was_kept_as_predicted_with_the_same_bits() -> None:
     assert all(100 * row["peak_share"] <= row["budget"] for row in rows)
     assert all(row["prediction_error"] == pytest.approx(0, abs=0.01) for row in rows)
     assert not [row for row in rows if row["same_bits"] is False]
+
+
+def test_the_reach_is_that_of_its_results() -> None:
+    results = json.loads((REACH / "results.json").read_text(encoding="utf-8"))["results"]
+    command = [sys.executable, str(REACH / "table.py"), str(REACH / "results.json")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = {line for line in printed.splitlines() if line.startswith("| `")}
+    assert len(lines) == len(results) >= 5
+    assert lines == _lines(REACH / "README.md")
+    assert lines <= _lines(ROOT / "README.md")
+    for result in results:
+        ours = next(row for row in result["rows"] if row["way"] == "fullbatch")
+        assert ours["peak"] <= result["cap"] and ours["slower"] <= result["slowest"], result["model"]

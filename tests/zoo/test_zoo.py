@@ -19,7 +19,7 @@ from .models import LORA
 from .table import DOCS, RESULTS, counted, markdown
 
 # Text, vision with BatchNorm, sound, two towers, image in text, encoder-decoder, experts, state space, time, LoRA.
-FEW = ("bert", "clip", "gpt2", "llava", "mamba", "mixtral", "patchtst", "resnet", "swinv2", "t5", "wav2vec2", LORA)
+FEW = ("bert", "clip", "gpt-sw3", "llava", "mamba", "mixtral", "patchtst", "resnet", "swinv2", "t5", "wav2vec2", LORA)
 
 
 TESTS = Path(__file__).resolve().parents[1]
