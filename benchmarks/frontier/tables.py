@@ -25,16 +25,25 @@ BUDGETS = (50, 25, 10)  # of the short table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    contents, out = read(__doc__)
+    frontier, others = (together(contents, kind) for kind in ("frontier", "peers"))
+    write(out, contents, frontier or others)
+    print("\n\n".join("\n".join(table) for table in (short(frontier), long(frontier), peers(others))))
+
+
+def read(words: str | None) -> tuple[list[dict[str, Any]], Path | None]:
+    """What the files on the command line hold, and where --out says; `words` are the program's help."""
+    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    contents = [json.loads(path.read_text(encoding="utf-8")) for path in options.files]
-    frontier, others = (together(contents, kind) for kind in ("frontier", "peers"))
-    if options.out:
-        results = frontier or others
-        options.out.write_text(json.dumps({**contents[0], "results": results}, indent=1) + "\n", encoding="utf-8")
-    print("\n\n".join("\n".join(table) for table in (short(frontier), long(frontier), peers(others))))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in options.files], options.out
+
+
+def write(out: Path | None, contents: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> None:
+    """One file of `results`, as the first of `contents` says they were made; none without a path."""
+    if out is not None:
+        out.write_text(json.dumps({**contents[0], "results": results}, indent=1) + "\n", encoding="utf-8")
 
 
 def together(contents: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -45,11 +54,11 @@ def together(contents: Sequence[dict[str, Any]], kind: str) -> list[dict[str, An
 
 def short(results: Sequence[dict[str, Any]]) -> list[str]:
     """A line a model: the time and the operations of the plain step at a few budgets."""
-    lines = _head(("step", "batch", *(f"{budget} %: time" + ", operations" for budget in BUDGETS)))
+    lines = head(("step", "batch", *(f"{budget} %: time" + ", operations" for budget in BUDGETS)))
     for result in results:
         rows = {row["budget"]: row for row in result["rows"]}
         cells = [_cell(rows.get(budget)) for budget in BUDGETS]
-        lines.append(_line([f"`{result['model']}`", str(result["batch"]), *cells]))
+        lines.append(line([f"`{result['model']}`", str(result["batch"]), *cells]))
     return lines
 
 
@@ -63,17 +72,15 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 def long(results: Sequence[dict[str, Any]]) -> list[str]:
     """A line a model and budget, with all columns."""
-    lines = _head(LONG)
+    lines = head(LONG)
     for result in results:
         name = f"`{result['model']}`"
         for row in result["rows"]:
             budget = f"{row['budget']:g} %"
             if "least" in row:
-                lines.append(
-                    _line([name, budget, f"least {row['least']:.1%}", *["-"] * 6, f"{row['cold']:.1f} s", "-"])
-                )
+                lines.append(line([name, budget, f"least {row['least']:.1%}", *["-"] * 6, f"{row['cold']:.1f} s", "-"]))
             elif "time" in row:
-                lines.append(_line([name, budget, *_measured(row)]))
+                lines.append(line([name, budget, *_measured(row)]))
     return lines
 
 
@@ -87,7 +94,7 @@ def _measured(row: dict[str, Any]) -> list[str]:
 
 def peers(results: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each point of each remedy."""
-    lines = _head(PEERS)
+    lines = head(PEERS)
     for result in results:
         for row in result["rows"]:
             first = [
@@ -100,15 +107,17 @@ def peers(results: Sequence[dict[str, Any]]) -> list[str]:
             ours = [f"least {row['least']:.1%}", "-", "-"] if "least" in row else [
                 f"{row['ours_peak_share']:.1%}", f"{row['ours_time']:.2f}", f"{row['ours_over_peer']:.2f}"
             ]  # fmt: skip
-            lines.append(_line([*first, f"{row['gradient_off']:.0e}", *ours]))
+            lines.append(line([*first, f"{row['gradient_off']:.0e}", *ours]))
     return lines
 
 
-def _head(columns: Sequence[str]) -> list[str]:
-    return [_line(columns), "|" + "---|" * len(columns)]
+def head(columns: Sequence[str]) -> list[str]:
+    """The first two lines of a table."""
+    return [line(columns), "|" + "---|" * len(columns)]
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
+    """A line of a table."""
     return f"| {' | '.join(cells)} |"
 
 

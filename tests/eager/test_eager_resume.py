@@ -293,7 +293,7 @@ def test_a_captured_step_and_an_eager_one_refuse_each_other_s_state() -> None:
     model, x = nn.Linear(3, 1), torch.randn(4, 3)
     captured = fullbatch.Step(lambda m, x: m(x).square().mean(), model, x, microbatch=2)
     refused(Run(microbatch=2), captured.state_dict(), 1, "format 2")
-    with pytest.raises(fullbatch.PlanError, match="format 'eager 1'"):
+    with pytest.raises(fullbatch.PlanError, match="format 'eager 2'"):
         captured.load_state_dict(Run(microbatch=2).step.state_dict())
 
 
