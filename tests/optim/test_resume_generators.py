@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import fullbatch
+from cases.training import Training
 
 STEPS = 4
 
@@ -40,26 +41,15 @@ def _found(model: Any, batch: Any) -> Tensor:
 GIVEN = {"captured": _captured, "a pair": (_forward, _loss), "a split that is found": _found}
 
 
-def _batch(at: int) -> Any:
-    draws = torch.Generator().manual_seed(at)
-    return torch.randn(10, 6, generator=draws), torch.randint(0, 3, (10,), generator=draws)
-
-
-class Run:
+class Run(Training):
     def __init__(self, given: Any, seed: int) -> None:
-        torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        self.model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.step = fullbatch.Step(given, self.model, _batch(0), microbatch=4, optimizer=self.optimizer)
-        self.parts: list[Any] = [self.model, self.optimizer, self.step]
+        super().__init__(given, seed)
 
     def train(self, first: int, last: int) -> None:
         for at in range(first, last):
-            self.optimizer.zero_grad()
-            self.step(_batch(at))
-            self.optimizer.step()
+            self.take(at)
 
     def save(self) -> bytes:
         kept = io.BytesIO()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fullbatch
+from cases.training import Training
 
 STEPS = 3
 
@@ -29,26 +29,15 @@ def _composed(model: Any, batch: Any) -> Tensor:
     return _loss(_forward(model, batch), batch)
 
 
-def _batch(at: int) -> Any:
-    draws = torch.Generator().manual_seed(at)
-    return torch.randn(10, 6, generator=draws), torch.randint(0, 3, (10,), generator=draws)
-
-
-class Run:
+class Run(Training):
     def __init__(self, given: Any, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.step = fullbatch.Step(given, self.model, _batch(0), microbatch=4, optimizer=self.optimizer)
-        self.parts: list[Any] = [self.model, self.optimizer, self.step]
+        super().__init__(given, seed, nn.BatchNorm1d(16))
 
     def train(self) -> list[Any]:
         """Up to the last step; the state after each."""
         states = []
         for at in range(self.step.state_dict()["steps"], STEPS):
-            self.optimizer.zero_grad()
-            self.step(_batch(at))
-            self.optimizer.step()
+            self.take(at)
             states.append(copy.deepcopy([part.state_dict() for part in self.parts]))
         return states
 
