@@ -2,9 +2,10 @@
 
     python benchmarks/optimizers/run.py
 
-Prints the table of docs/optimizers.md. The model is a small language model: an embedding, six transformer layers of
-width 256, 5.8 million parameters, the largest tensor 18 % of them. `step` is the most that is held in the step of the
-optimizer over the parameters, so with gradients and state; the planned step itself is no part of it.
+Prints the two tables of docs/optimizers.md; how CPU offload is measured says `offload.py`. The model is a small
+language model: an embedding, six transformer layers of width 256, 5.8 million parameters, the largest tensor 18 % of
+them. `step` is the most that is held in the step of the optimizer over the parameters, so with gradients and state; the
+planned step itself is no part of it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import offload
 import torch
 from torch import nn, optim
 
@@ -22,6 +24,7 @@ from fullbatch._memory._optimizer import footprint
 from fullbatch._memory._twin import parameters_of, state_bytes
 
 CPU = torch.device("cpu")
+LOW_BIT = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 STEPS = 8  # RAdam takes its other path, with more at once, from the sixth
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -54,8 +57,16 @@ def low_bit() -> dict[str, Make]:
         return {}
     import torchao.optim
 
-    names = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
-    return {f"torchao {name}": (lambda p, name=name: getattr(torchao.optim, name)(p)) for name in names}
+    return {f"torchao {name}": (lambda p, name=name: getattr(torchao.optim, name)(p)) for name in LOW_BIT}
+
+
+def bases() -> dict[str, Any]:
+    """What torchao offloads: a class of optimizers."""
+    if importlib.util.find_spec("torchao") is None:
+        return {}
+    import torchao.optim
+
+    return {"AdamW": optim.AdamW, **{f"torchao {name}": getattr(torchao.optim, name) for name in LOW_BIT}}
 
 
 def model() -> nn.Module:
@@ -81,13 +92,39 @@ def row(name: str, make: Make) -> str:
     return f"| {name} | " + " | ".join(f"{number / count:.2f}" for number in numbers) + " |"
 
 
+def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+    """A number that every parameter moves."""
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+def offloaded(name: str, base: Any, offload_gradients: bool) -> str:
+    """One base of torchao's CPUOffloadOptimizer, predicted and then run."""
+    options = {"optimizer_class": base, "offload_gradients": offload_gradients}
+    batch, count = torch.randint(4096, (2, 32)), sum(parameter.numel() for parameter in model().parameters())
+    found = [find(loss_fn, model, batch, **options) for find in (offload.predicted, offload.measured)]
+    numbers = [number for what in ("state", "device", "host") for number in (getattr(one, what) for one in found)]
+    return f"| {name} | {offload_gradients} | " + " | ".join(f"{number / count:.2f}" for number in numbers) + " |"
+
+
 def main() -> None:
-    """The table, in Markdown."""
+    """The tables, in Markdown."""
     torch.manual_seed(0)
-    print("| optimizer | state, predicted | state, measured | step, predicted | step, measured |")
-    print("|---|---|---|---|---|")
+    _head("optimizer", "state, predicted", "state, measured", "step, predicted", "step, measured")
     for name, make in {**MAKES, **low_bit()}.items():
         print(row(name, make), flush=True)
+    print()
+    kinds = ("state on the device", "step on the device", "step on the host")
+    said = [f"{what}, {how}" for what in kinds for how in ("predicted", "measured")]
+    _head("offloaded", "`offload_gradients`", *said)
+    for name, base in bases().items():
+        for offload_gradients in (False, True):
+            print(offloaded(name, base, offload_gradients), flush=True)
+
+
+def _head(*columns: str) -> None:
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
 
 
 if __name__ == "__main__":

@@ -234,29 +234,6 @@ def test_under_a_profiler_what_cannot_be_measured_is_not_taken_for_known() -> No
     assert footprint(optimizer, CPU).exact
 
 
-class _Offloading(optim.Optimizer):
-    """As torchao's CPUOffloadOptimizer: no state of its own, optimizers of copies on another device."""
-
-    def __init__(self, parameters: Any) -> None:
-        parameters = list(parameters)
-        copies = [torch.empty_like(p, device="meta") for p in parameters[1:]]
-        for copy in copies:
-            copy.grad = torch.empty_like(copy)
-        self.optim_dict = {p: optim.AdamW([c]) for p, c in zip(parameters[1:], copies, strict=True)}
-        self.d_opt = optim.AdamW(parameters[:1])
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return [group for one in (*self.optim_dict.values(), self.d_opt) for group in one.param_groups]
-
-
-def test_offloaded_state_is_not_on_the_device() -> None:
-    parameters = [nn.Parameter(torch.randn(10)), nn.Parameter(torch.randn(50, 50))]
-    optimizer = _Offloading(parameters)
-    assert owned_bytes(CPU, parameters, [], [], optimizer).optimizer == 2 * 40 + 4 + 4  # both have a step count here
-    assert footprint(optimizer, CPU).working < 4 * 2500
-
-
 def test_sparse_adam() -> None:
     table = nn.Embedding(20, 8, sparse=True)
     optimizer = optim.SparseAdam(table.parameters())

@@ -15,6 +15,7 @@ import torch
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
 RESULTS = Path(__file__).with_name("results.json")
+VISION = Path(__file__).resolve().parents[1] / "zoo_vision" / "results.json"
 
 Outcome = dict[str, Any]
 
@@ -78,6 +79,11 @@ _UNCOUNTED = """model types are not counted: plain PyTorch
 does not run them so (they need another package, or inputs that do not follow from the names of arguments)."""
 
 
+_ELSEWHERE = """
+Of these, {names}
+are in [the zoo of vision](zoo-vision.md) instead, each with a backbone that needs no package and with its own loss."""
+
+
 def counted(results: Iterable[Outcome]) -> list[Outcome]:
     """Models that plain PyTorch runs."""
     return [outcome for outcome in results if outcome["kind"] != "not counted"]
@@ -93,15 +99,27 @@ class Page:
     how: str
 
 
-def _transformers() -> Page:
+def _transformers(results: dict[str, Outcome]) -> Page:
     import transformers
 
-    return Page(_HEAD, f"torch {torch.__version__}, transformers {transformers.__version__}.", _UNCOUNTED, _HOW)
+    names = elsewhere(results)
+    uncounted = _UNCOUNTED + (_ELSEWHERE.format(names=", ".join(f"`{name}`" for name in names)) if names else "")
+    return Page(_HEAD, f"torch {torch.__version__}, transformers {transformers.__version__}.", uncounted, _HOW)
+
+
+def elsewhere(results: dict[str, Outcome]) -> list[str]:
+    """Model types that are not counted, and that the zoo of vision found exact."""
+    import transformers
+
+    vision = counted(json.loads(VISION.read_text()).values())
+    found = [re.fullmatch(r"transformers/([A-Za-z0-9]+)", one["name"]) for one in vision if one["kind"] == "exact"]
+    types = [getattr(transformers, f"{one[1]}Config").model_type for one in found if one]
+    return sorted(name for name in types if name in results and results[name]["kind"] == "not counted")
 
 
 def markdown(results: dict[str, Outcome], page: Page | None = None) -> str:
     """The page `docs/zoo.md`, or another one."""
-    page = page or _transformers()
+    page = page or _transformers(results)
     models = counted(results.values())
     kinds = Counter(outcome["kind"] for outcome in models)
     exact = kinds["exact"] + kinds["random"]

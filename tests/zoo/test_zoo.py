@@ -16,7 +16,7 @@ import pytest
 
 from .compare import LIMIT
 from .models import LORA
-from .table import DOCS, RESULTS, counted, markdown
+from .table import DOCS, RESULTS, counted, elsewhere, markdown
 
 # Text, vision with BatchNorm, sound, two towers, image in text, encoder-decoder, experts, state space, time, LoRA.
 FEW = ("bert", "clip", "gpt-sw3", "llava", "mamba", "mixtral", "patchtst", "resnet", "swinv2", "t5", "wav2vec2", LORA)
@@ -77,3 +77,11 @@ def test_the_table_says_what_was_found() -> None:
     written = DOCS.read_text().splitlines()
     generated = markdown(_expected()).splitlines()
     assert [line for line in written if line.startswith("|")] == [line for line in generated if line.startswith("|")]
+
+
+def test_what_is_not_counted_and_is_tested_elsewhere_is_said_so() -> None:
+    names = elsewhere(_expected())
+    assert {"conditional_detr", "dab-detr", "deformable_detr", "detr", "table-transformer"} <= {*names}
+    paragraph = next(part for part in DOCS.read_text().split("\n\n") if "are not counted" in part)
+    assert all(f"`{name}`" in paragraph for name in names)
+    assert "(zoo-vision.md)" in paragraph

@@ -19,6 +19,7 @@ from fullbatch._cost._costs import Coster
 from fullbatch._ir import Origin, Program
 from fullbatch._memory._free import free_bytes
 from fullbatch._memory._owned import OptimizerStep, Owned, optimizer_step, owned_bytes
+from fullbatch._memory._twin import drops_gradient
 from fullbatch._plan._schedule import Do, Schedule
 from fullbatch._printed import Printed
 from fullbatch._size import format_bytes
@@ -93,11 +94,13 @@ class _Capturing(Step):
         return lambda *inputs: self._run(self.captured, inputs)
 
     def _run(self, captured: Captured, inputs: Sequence[torch.Tensor]) -> Any:
-        self._added = {at for at, tensor in enumerate(inputs) if tensor.is_leaf and tensor.grad is not None}
+        self._added = {
+            at for at, one in enumerate(inputs) if one.is_leaf and (one.grad is not None or drops_gradient(one))
+        }
         return super()._run(captured, inputs)
 
     def second_buffers(self, program: Program) -> set[int]:
-        """Values that are gradients of parameters which have one: autograd adds them to it and lets them go."""
+        """Values that are gradients which do not stay: added at once to one that is there, or dropped by a hook."""
         joint = self.captured.joint
         values = dict(zip(joint.wanted, program.outputs, strict=False))
         return {values[node] for at, node in joint.gradients.items() if node in values and at in self._added}

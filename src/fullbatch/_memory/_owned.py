@@ -9,7 +9,7 @@ import torch
 
 from fullbatch import _torch
 from fullbatch._memory._optimizer import footprint
-from fullbatch._memory._twin import Optimizers, each_of, parts_of, tensors_in
+from fullbatch._memory._twin import Optimizers, drops_gradient, each_of, parts_of, tensors_in
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def optimizer_step(
     if not found:
         return OptimizerStep(0, 0, exact=True)
     bare = {id(p): p for p in parameters if p.grad is None and p.requires_grad and p.device == device}
-    gradients = sum(p.numel() * p.element_size() for p in bare.values())
+    gradients = sum(p.numel() * p.element_size() for p in bare.values() if not drops_gradient(p))
     # What is held over a closure is counted as owned, and is there while only one of them steps.
     working = max(one.working for one in found) - max(one.held for one in found)
     return OptimizerStep(gradients, max(working, 0), all(one.exact for one in found))

@@ -105,12 +105,17 @@ def compiled(optimizer: torch.optim.Optimizer, device: torch.device, uncompiled:
     """
     most = 0
     for group in optimizer.param_groups:
-        for form in {Meta.of(p) for p in group["params"] if p.requires_grad and p.device == device}:
+        for form in {Meta.of(p) for p in group["params"] if _stepped(p) and p.device == device}:
             try:
                 most = max(most, _compiled_step(optimizer, group, form))
             except Exception:  # no compiler, or a profiler runs
                 return uncompiled, False
     return most, True
+
+
+def _stepped(parameter: torch.Tensor) -> bool:
+    """A copy that offloads requires no gradient, and has one."""
+    return parameter.requires_grad or parameter.grad is not None
 
 
 def _compiled_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], form: Meta) -> int:

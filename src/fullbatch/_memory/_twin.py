@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,19 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
         return [optimizer]
     own = getattr(optimizer, "d_opt", None)
     return [*inner.values(), *([own] if own is not None else [])]
+
+
+def drops_gradient(parameter: torch.Tensor) -> bool:
+    """Whether torchao's CPUOffloadOptimizer drops the gradient as soon as it has a copy (`offload_gradients=True`).
+
+    The option is kept nowhere but in the closure of the hook that it adds to the parameter.
+    """
+    return any(
+        inspect.isfunction(hook)
+        and hook.__module__ == "torchao.optim.cpu_offload"
+        and bool(inspect.getclosurevars(hook).nonlocals.get("offload_gradients"))
+        for hook in _torch.accumulated_hooks(parameter)
+    )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
