@@ -7,6 +7,7 @@ take most of its time; with the readers of each value counted, only the part tha
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from functools import cached_property
 
 from fullbatch._plan._reduced import Reduced
 
@@ -28,6 +29,14 @@ class Needs:
         self.again = reduced.again(segment, self.runs)
         self._saved: dict[int, float] = {}  # answers, since the same are asked for again while other segments change
         self._lost: dict[int, float] = {}
+
+    @cached_property
+    def wished(self) -> list[tuple[int, float]]:
+        """Values that are made again here, each with what would not run if it were held as well."""
+        nodes = self._reduced.nodes
+        again = (nodes[index] for index in self.runs if nodes[index].segment < self._segment)
+        worth = ((value, self.saved(value)) for node in again for value in node.outputs)
+        return [(value, saved) for value, saved in worth if saved > 0]
 
     def saved(self, value: int) -> float:
         """Cost of what would not run if `value` were held as well."""

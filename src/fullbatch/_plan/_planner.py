@@ -42,6 +42,9 @@ _BETTER = 0.01
 # A plan within this share of the least time that any could take is not searched further.
 _CLOSE = 0.02
 
+# One that is further from it than this is searched with more patience.
+_FAR = 0.1
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -99,8 +102,8 @@ class Planner:
                 break  # another size brings nothing any more
             if any(choice.overhead - choice.bound <= _CLOSE for _, choice in found):
                 break
-        for place, start in enumerate(_best_by_size(fits)[: _DEEP if deep else 0]):
-            tried = start.side.search(start, room, start.side.costs(start.size, room), anew=place == 0)
+        for start, far in _best_by_size(fits)[: _DEEP if deep else 0]:
+            tried = start.side.search(start, room, start.side.costs(start.size, room), far)
             fits += self._that_fit(_likely(tried, room), room)
         return min((choice for _, choice in fits), key=lambda choice: choice.overhead, default=None)
 
@@ -254,12 +257,13 @@ def _likely(tried: Sequence[Candidate], room: int) -> list[Candidate]:
     return fits[:2] or sorted(tried, key=lambda c: c.peak)[:1]
 
 
-def _best_by_size(found: Sequence[_Found]) -> list[Candidate]:
-    """Of each size the fastest, the fastest first, but for those that are near their bound."""
-    best: dict[tuple[int, bool], Candidate] = {}
+def _best_by_size(found: Sequence[_Found]) -> list[tuple[Candidate, bool]]:
+    """Of each size the fastest, the fastest first, but for those that are near their bound; and whether it is far."""
+    best: dict[tuple[int, bool], tuple[Candidate, bool]] = {}
     for candidate, choice in sorted(found, key=lambda pair: pair[1].overhead):
-        if choice.overhead - choice.bound > _CLOSE:
-            best.setdefault((candidate.size, choice.whole), candidate)
+        gap = choice.overhead - choice.bound
+        if gap > _CLOSE:
+            best.setdefault((candidate.size, choice.whole), (candidate, gap > _FAR))
     return list(best.values())
 
 

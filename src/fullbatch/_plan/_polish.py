@@ -11,6 +11,8 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fullbatch._plan._needs import Needs
 from fullbatch._plan._relaxed import HoldingProblem
 
@@ -19,6 +21,9 @@ Held = tuple[frozenset[int], ...]
 
 # A shake lets go of what is held into so many segments in a row this share, by chance.
 _WIDTH, _LET_GO = 2, 0.4
+
+# Gaps that are tried, the worthiest first, before they are looked for again.
+_WISHES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Polish:
         self._slack = [0.0] * len(held)
         self._trials = 0
         self._offered: dict[int, list[Gap]] = {}  # by segment, as long as nothing changes: most tries change nothing
+        self._changed: set[int] | None = None  # segments where something did; None: not noted, so perhaps everywhere
         self._follow(0, len(held))
 
     @property
@@ -78,13 +84,13 @@ class Polish:
         self._trials = trials
         self._climb()
 
-    def search(self, trials: int) -> None:
+    def search(self, trials: int, seed: int = 0) -> None:
         """Lets go some of what is held about one place and climbs again, in turn at every place; keeps what is better.
 
-        Exchanges of one gap for others end where only several at once would help.
+        Exchanges of one gap for others end where only several at once would help. Ends when so many things were tried.
         """
         self._trials = trials
-        dice = random.Random(0)  # the same search for the same problem
+        dice = random.Random(seed)  # the same search for the same problem
         places = len(self._held)
         while self._trials > 0 and places > 1:
             begin = self._trials
@@ -94,14 +100,18 @@ class Polish:
                 return
 
     def _shake(self, segments: range, dice: random.Random) -> None:
+        if self._trials <= 0:
+            return
         kept = self._state()
         gone = [gap for gap in self.offers(segments) if dice.random() < _LET_GO]
-        for gap in gone:
-            self._set(gap, False)
         if not gone:
             return
+        self._changed = set()
+        for gap in gone:
+            self._set(gap, False)
         self._follow(min(gap.first for gap in gone), max(gap.last for gap in gone))
         self._climb()
+        self._changed = None
         fits = all(now >= min(0.0, then) for now, then in zip(self._slack, kept[2], strict=True))
         if not (fits and self.cost < _cost(kept[1]) * (1 - 1e-6)):
             self._restore(kept)
@@ -109,7 +119,8 @@ class Polish:
     def _climb(self) -> None:
         while self._trials > 0:
             wishes = sorted(self.wishes(), key=lambda gap: -gap.worth / self._size(gap))
-            if not any(self._grant(gap) for gap in wishes[:200]):
+            granted = [self._grant(gap) for gap in wishes[:_WISHES]]
+            if not any(granted):
                 return
 
     # ---- gaps
@@ -118,19 +129,16 @@ class Polish:
         return self._scale * self._reduced.sizes[gap.value] * (gap.last - gap.first + 1)
 
     def wishes(self) -> list[Gap]:
-        """Gaps that are not held at whose end the value is made again."""
+        """Gaps that are not held at whose end the value is made again, where something changed."""
+        changed = self._changed
         found = []
-        for segment in range(1, self._reduced.segments):
-            needs = self._needs[segment]
-            for index in needs.runs:
-                node = self._reduced.nodes[index]
-                if node.segment >= segment:
-                    continue
-                self._trials -= len(node.outputs)
-                for value in node.outputs:
-                    worth = needs.saved(value)
-                    if worth > 0:
-                        found.append(Gap(value, self._last_there(value, segment), segment, worth))
+        for segment in range(1 if changed is None else min(changed, default=1), self._reduced.segments):
+            wished = self._needs[segment].wished
+            self._trials -= len(wished)
+            for value, worth in wished:
+                first = self._last_there(value, segment)
+                if changed is None or not changed.isdisjoint(range(first, segment + 1)):
+                    found.append(Gap(value, first, segment, worth))
         return found
 
     def _last_there(self, value: int, segment: int) -> int:
@@ -177,32 +185,35 @@ class Polish:
         size = self._scale * self._reduced.sizes[gap.value]
         span = range(gap.first, gap.last + 1)
         lacking = {t: size - self._slack[t] for t in span if self._slack[t] < size}
+        given = self._payment(self.offers(list(lacking), gap.value), lacking, 0.999 * worth) if lacking else []
+        return given is not None and self._exchange(gap, given)
+
+    def _payment(self, offers: Sequence[Gap], lacking: dict[int, float], most: float) -> list[Gap] | None:
+        """Offers that give what lacks, the cheapest for what it gives first; None where they cost more than `most`."""
+        if not offers:
+            return None
+        sizes, scale = self._reduced.sizes, self._scale
+        rows = np.array([(o.first, o.last, o.worth, scale * sizes[o.value]) for o in offers])
+        first, last, worth = rows[:, :1], rows[:, 1:2], rows[:, 2].copy()
+        at, need = np.array(list(lacking)), np.array(list(lacking.values()))
+        gives = rows[:, 3:] * ((first <= at) & (at <= last))
         given: list[Gap] = []
-        offers = self.offers(list(lacking), gap.value) if lacking else []
-        paid = 0.0
-        while lacking:
-            left = 0.999 * worth - paid  # what costs more than this would not pay
-            offers = [o for o in offers if o.worth < left and any(o.first <= t <= o.last for t in lacking)]
-            if not offers:
-                return False
-            offer = min(offers, key=lambda o: o.worth / self._helps(o, lacking))
-            offers.remove(offer)
-            given.append(offer)
-            paid += offer.worth
-            freed = self._scale * self._reduced.sizes[offer.value]
-            lacking = {
-                t: need - freed if offer.first <= t <= offer.last else need for t, need in lacking.items()
-            }  # fmt: skip
-            lacking = {t: need for t, need in lacking.items() if need > 0}
-        return self._exchange(gap, given)
+        while need.any():
+            helps = np.minimum(gives, need).sum(axis=1)
+            rates = np.where((helps > 0) & (worth < most), worth / np.maximum(helps, 1e-9), np.inf)
+            best = int(rates.argmin())
+            if rates[best] * need.sum() > most:  # no byte of what lacks comes cheaper
+                return None
+            given.append(offers[best])
+            most -= float(worth[best])
+            worth[best] = np.inf
+            need = np.maximum(need - gives[best], 0.0)
+        return given
 
     def _helps(self, offer: Gap, lacking: dict[int, float]) -> float:
-        freed, first, last = self._scale * self._reduced.sizes[offer.value], offer.first, offer.last
-        helps = 0.0
-        for t, need in lacking.items():
-            if first <= t <= last:
-                helps += freed if freed < need else need
-        return helps or 1e-9
+        """Bytes of what lacks that letting go of `offer` gives."""
+        freed = self._scale * self._reduced.sizes[offer.value]
+        return sum(min(freed, need) for t, need in lacking.items() if offer.first <= t <= offer.last)
 
     def _exchange(self, gap: Gap, given: Sequence[Gap]) -> bool:
         """Makes the change and keeps it if it saves work as a whole."""
@@ -225,6 +236,8 @@ class Polish:
 
     def _set(self, gap: Gap, on: bool) -> None:
         self._offered = {}
+        if self._changed is not None:
+            self._changed.update(range(gap.first, gap.last + 1))
         for segment in range(gap.first, gap.last + 1):
             held = self._held[segment]
             self._held[segment] = held | {gap.value} if on else held - {gap.value}
@@ -238,6 +251,8 @@ class Polish:
                 held = self._reduced.available(held, self._held[segment - 1], self._needs[segment - 1].runs)
             if segment > last and held == self._held[segment]:
                 return
+            if self._changed is not None:
+                self._changed.add(segment)
             self._held[segment] = held
             self._needs[segment] = needs = Needs(self._reduced, segment, held)
             self._slack[segment] = self._limits[segment] - self._problem.weight(segment, held, needs.runs)

@@ -54,11 +54,16 @@ _WALKED = 80_000
 # Of the orders found run by run, the fastest so many are walked.
 _ORDERS = 2
 
-# Changes of what is held that are tried each time limits are corrected, and in a search from there.
+# Changes of what is held that are tried each time limits are corrected.
 _TRIALS = 30_000
-_SEARCHES = 60_000
 
-# Decisions of a problem up to which the search begins at the relaxation as well, whichever candidate it is.
+# Searches in a row, each from where the last one came to, and while it gains this share of the step's time; what each
+# tries, where a plan is near its bound and where it is far; shares of the limits at which the relaxation is a start.
+_SEARCHES, _BETTER = 3, 0.01
+_TRIED = {False: 200_000, True: 600_000}
+_RELAXED = (1.0, 1.1)
+
+# Decisions of a problem up to which the search begins at relaxations as well, however near the plan is.
 _BRIEF = 10_000
 
 
@@ -214,19 +219,28 @@ class Side:
                 tried += self._ordered(runs, tried, room, cost, hurried)
         return tried
 
-    def search(self, start: Candidate, room: int, cost: Coster, anew: bool) -> list[Candidate]:
-        """Candidates that may be faster than `start`, which fits; `anew`: from the relaxation of its limits as well."""
-        if not start.held:
-            return []
-        problem, limits = self.problem(start.size), self._limits(start, room)
-        again = problem.choose(limits) if anew or self.reduced.columns <= _BRIEF else None
+    def search(self, start: Candidate, room: int, cost: Coster, far: bool) -> list[Candidate]:
+        """Candidates that may be faster than `start`, which fits; `far`: it is far from the least time."""
         found: list[Candidate] = []
-        for held in (start.held, *([again.held] if again else [])):
+        for seed in range(_SEARCHES if start.held and start.again else 0):
+            tried = list(self._searched(start, room, cost, seed, far))
+            found += tried
+            best = min((c for c in tried if c.peak <= room), key=lambda c: c.again, default=start)
+            if best.again > start.again - _BETTER * self.work:
+                break
+            start = best
+        return found
+
+    def _searched(self, start: Candidate, room: int, cost: Coster, seed: int, far: bool) -> Iterator[Candidate]:
+        """From `start`, and first of all from relaxations."""
+        problem, limits = self.problem(start.size), self._limits(start, room)
+        anew = not seed and (far or self.reduced.columns <= _BRIEF)
+        relaxed = (problem.choose([share * limit for limit in limits]) for share in (_RELAXED if anew else ()))
+        for held in (start.held, *(holding.held for holding in relaxed if holding)):
             polish = Polish(problem, held, limits)
             polish.within(limits)
-            polish.search(_SEARCHES)
-            found += self._settled(polish.held, start, room, cost, 0.0)
-        return found
+            polish.search(_TRIED[far], seed)
+            yield from self._settled(polish.held, start, room, cost, 0.0)
 
     def _limits(self, candidate: Candidate, room: int) -> list[float]:
         """Bytes that may be held into each segment, where what comes on top is as in `candidate`."""
