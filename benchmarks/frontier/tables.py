@@ -2,7 +2,8 @@
 
 python benchmarks/frontier/tables.py FILE [FILE ...] [--out results.json]
 
-The files are put together, the later one where two have the same model; --out writes one file of them (of one kind).
+The files are put together, the later row where two are of the same model and budget, or remedy and setting; --out
+writes one file of them (of one kind).
 """
 
 from __future__ import annotations
@@ -47,9 +48,19 @@ def write(out: Path | None, contents: Sequence[dict[str, Any]], results: Sequenc
 
 
 def together(contents: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """The models of all files of one kind, in the order in which they are first met."""
-    found = {result["model"]: result for file in contents if file["kind"] == kind for result in file["results"]}
+    """The models of all files of one kind, and their rows, in the order in which they are first met."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in contents:
+        for result in file["results"] if file["kind"] == kind else ():
+            before = found.get(result["model"], {"rows": []})["rows"]
+            rows = {_key(row): row for row in (*before, *result["rows"])}
+            found[result["model"]] = {**result, "rows": list(rows.values())}
     return list(found.values())
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is of; one of another benchmark (`reach`) is of a way to train and a batch."""
+    return tuple(row.get(name) for name in ("budget", "peer", "setting", "way", "batch"))
 
 
 def short(results: Sequence[dict[str, Any]]) -> list[str]:
