@@ -19,7 +19,15 @@ from torch.overrides import TorchFunctionMode
 from fullbatch import _torch
 from fullbatch._memory import _standin
 from fullbatch._memory._live import Live
-from fullbatch._memory._twin import parameters_of, parts_of, plain_step, state_bytes, tensors_in, with_parameters
+from fullbatch._memory._twin import (
+    is_stepped,
+    parameters_of,
+    parts_of,
+    plain_step,
+    state_bytes,
+    tensors_in,
+    with_parameters,
+)  # fmt: skip
 
 # Numbers that an optimizer reads out of tensors (a step count, a norm): of the first step, and of one long after.
 _EARLY, _LATE = 0.5, 1e4
@@ -130,6 +138,6 @@ class _Numbers(TorchFunctionMode):
 
 def _twin(mode: Any, parameter: torch.Tensor) -> torch.Tensor:
     twin = torch.nn.Parameter(_torch.to_fake(mode, parameter.detach()), requires_grad=parameter.requires_grad)
-    if parameter.requires_grad or parameter.grad is not None:  # a copy that offloads has the latter alone
+    if is_stepped(parameter):
         twin.grad = torch.empty_like(twin)
     return twin

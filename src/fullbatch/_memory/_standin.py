@@ -16,7 +16,7 @@ from fullbatch import _torch
 from fullbatch._cost._forms import Meta
 from fullbatch._memory._live import Live
 from fullbatch._memory._measure import measure
-from fullbatch._memory._twin import parameters_of, plain_step, state_bytes, with_parameters
+from fullbatch._memory._twin import is_stepped, parameters_of, plain_step, state_bytes, with_parameters
 
 _SIZE, _HISTORIES = 1024, (2, 3)
 _ITERATIONS = 60  # fill those histories, and meet most turns of a line search
@@ -105,17 +105,12 @@ def compiled(optimizer: torch.optim.Optimizer, device: torch.device, uncompiled:
     """
     most = 0
     for group in optimizer.param_groups:
-        for form in {Meta.of(p) for p in group["params"] if _stepped(p) and p.device == device}:
+        for form in {Meta.of(p) for p in group["params"] if is_stepped(p) and p.device == device}:
             try:
                 most = max(most, _compiled_step(optimizer, group, form))
             except Exception:  # no compiler, or a profiler runs
                 return uncompiled, False
     return most, True
-
-
-def _stepped(parameter: torch.Tensor) -> bool:
-    """A copy that offloads requires no gradient, and has one."""
-    return parameter.requires_grad or parameter.grad is not None
 
 
 def _compiled_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], form: Meta) -> int:

@@ -43,6 +43,11 @@ def drops_gradient(parameter: torch.Tensor) -> bool:
     )
 
 
+def is_stepped(parameter: torch.Tensor) -> bool:
+    """Whether an optimizer steps it: it gets a gradient, or has one (a copy that offloads requires none)."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All that it steps."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
