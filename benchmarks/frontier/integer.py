@@ -11,6 +11,7 @@ take, before any walk over what else is alive.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 import fullbatch
 from fullbatch._plan import _bound
 from fullbatch._plan._planner import Planner
+from fullbatch._plan._relaxed import HoldingProblem
 from fullbatch._plan._side import Side
 from measuring import Plain
 from models import MODELS, add_options, check_names
@@ -47,45 +49,50 @@ def main() -> None:
 
 
 def _row(plain: Plain, share: float, seconds: float) -> list[str]:
-    planners: list[Planner] = []
-    choose = Planner.choose
+    planners: list[Planner] = []  # the step's own: it is made even where the plan is remembered
+    make = Planner.__init__
 
-    def seen(self: Planner, *given: Any) -> Any:
+    def seen(self: Planner, *given: Any) -> None:
         planners.append(self)
-        return choose(self, *given)
+        make(self, *given)
 
     room = int(share / 100 * plain.peak)
-    with mock.patch.object(Planner, "choose", seen):
+    with mock.patch.object(Planner, "__init__", seen):
         plan = fullbatch.Step(plain.loss_fn, plain.model, plain.batch, memory=plain.owned + room).plan
     planner = planners[-1]
-    side = planner._whole if plan.whole else planner._split
-    proven, solved = (share / planner.plain_time - 1 for share in _integer(side, plan.microbatch, room, seconds))
+    if plan.whole or not planner._split.across:
+        raise SystemExit("only for steps with barriers, in microbatches: elsewhere the bound has rows besides these")
+    times = _least_times(planner._split, plan.microbatch, room, seconds)
+    proven, solved = (time / planner.plain_time - 1 for time in times)
     shares = (plan.overhead, plan.bound, plan.gap, proven, plan.overhead - proven, solved)
     return [f"{plan.microbatch} x {plan.microbatches}", *(f"{100 * value:.1f} %" for value in shares)]
 
 
-def _integer(side: Side, size: int, room: int, seconds: float) -> tuple[float, float]:
+def _least_times(side: Side, size: int, room: int, seconds: float) -> tuple[float, float]:
     """What any schedule takes at least, and what the solver's best one takes, in bytes moved."""
     (point,) = _bound._points(side, [size])
-    problem = side.problem(size)
-    given: list[Any] = []
-    with mock.patch.object(type(problem), "bound", lambda self, *args: given.append(args) or 0.0):
-        _bound._again(side, point, room)
-    (limits, *moments) = given[0]
-    if moments and moments[0]:
-        raise SystemExit("only for steps with barriers: elsewhere the bound has rows that are not read here")
-    rows = problem._memory + np.arange(problem.reduced.segments - 1)
-    least = problem._least.copy()
-    least[rows] = -np.minimum(limits[1:], 2 * problem._bytes) / problem._bytes
+    limits = _bound._across(side, point, room, _bound._moments(side, size))
+    proven, solved = in_whole_values(side.problem(size), limits, bounding=True, seconds=seconds)
+    return point.fixed + proven, point.fixed + solved
+
+
+def in_whole_values(
+    problem: HoldingProblem, limits: Sequence[float], *, bounding: bool, seconds: float
+) -> tuple[float, float]:
+    """The least cost of what is run again, where each value is held or not: what is proven, and what was found.
+
+    `bounding`: what is run again takes no room. nan where nothing was found within `seconds`.
+    """
+    costs, matrix, least = problem.program(limits, bounding)
     found = milp(
-        problem._costs / side.work,
-        constraints=LinearConstraint(problem._matrix, least - 1e-9, np.inf),
-        integrality=np.ones(len(problem._costs)),
+        costs,
+        constraints=LinearConstraint(matrix, least - 1e-9, np.inf),
+        integrality=np.ones(len(costs)),
         bounds=Bounds(0, 1),
         options={"time_limit": seconds},
     )
-    solved = float("nan") if found.fun is None else found.fun
-    return point.fixed + found.mip_dual_bound * side.work, point.fixed + solved * side.work
+    proven, solved = (np.nan if cost is None else cost for cost in (found.mip_dual_bound, found.fun))
+    return problem.unit * proven, problem.unit * solved
 
 
 if __name__ == "__main__":

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import nn
 
 from cases.watched import Watched
 from fullbatch._plan._polish import Polish
 from fullbatch._plan._relaxed import HoldingProblem
 
+FRONTIER = Path(__file__).resolve().parents[2] / "benchmarks" / "frontier"
 TRIALS = 100_000
 
 
@@ -38,21 +41,12 @@ def _limits(problem: HoldingProblem, share: float) -> list[float]:
     return [share * most] * problem.reduced.segments
 
 
-def _optimum(problem: HoldingProblem, limits: list[float]) -> float:
-    """The least cost of what is run again, by HiGHS to the end."""
-    rows = problem._memory + np.arange(problem.reduced.segments - 1)
-    least = problem._least.copy()
-    least[rows] = -np.array(limits[1:]) / problem._bytes
-    matrix = problem._matrix + problem._again * problem._own_runs
-    found = milp(
-        problem._costs / problem._unit,
-        constraints=LinearConstraint(matrix, least - 1e-9, np.inf),
-        integrality=np.ones(len(problem._costs)),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 1e-3, "time_limit": 300},
-    )
-    assert found.status == 0, found.message
-    return float(found.fun) * problem._unit
+@pytest.fixture(scope="module")
+def integer() -> Iterator[Any]:
+    """The benchmark that solves the program in whole values."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FRONTIER)
+        yield importlib.import_module("integer")
 
 
 def _start(problem: HoldingProblem, limits: list[float]) -> Polish:
@@ -64,7 +58,7 @@ def _start(problem: HoldingProblem, limits: list[float]) -> Polish:
 
 
 @pytest.mark.parametrize("share", [0.25, 0.2, 0.15])
-def test_a_search_comes_to_the_optimum_of_the_integer_program(share: float) -> None:
+def test_a_search_comes_to_the_optimum_of_the_integer_program(share: float, integer: Any) -> None:
     problem = _problem(8)
     limits = _limits(problem, share)
     polish = _start(problem, limits)
@@ -72,7 +66,8 @@ def test_a_search_comes_to_the_optimum_of_the_integer_program(share: float) -> N
     polish.improve(TRIALS)
     climbed = polish.cost
     polish.search(TRIALS)
-    best = _optimum(problem, limits)
+    proven, best = integer.in_whole_values(problem, limits, bounding=False, seconds=300)
+    assert proven >= best * 0.998, "the solver did not come to its end"
     assert best * 0.999 <= polish.cost <= climbed <= rounded
     assert polish.cost <= 1.002 * best, (polish.cost / best, climbed / best)
 

@@ -15,7 +15,7 @@ from fullbatch._errors import BudgetError, Fault
 from fullbatch._ir import Kind, Program, Task
 from fullbatch._plan._bound import least_time, least_with
 from fullbatch._plan._schedule import Schedule
-from fullbatch._plan._side import Candidate, Side
+from fullbatch._plan._side import BETTER, Candidate, Side
 from fullbatch._plan._simulate import Simulated, simulate
 from fullbatch._plan._stages import Stages
 from fullbatch._plan._storages import Storages
@@ -35,9 +35,6 @@ _SHRINKS = 12
 
 # Below this many tasks the least room is searched for to the byte.
 _SMALL = 600
-
-# A search that is better by less than this share of the step's time is the last.
-_BETTER = 0.01
 
 # A plan within this share of the least time that any could take is not searched further.
 _CLOSE = 0.02
@@ -98,7 +95,7 @@ class Planner:
             found = self._that_fit(candidates, room)
             best = min((choice.overhead for _, choice in fits), default=inf)
             fits.extend(found)
-            if found and not any(choice.overhead < best - _BETTER for _, choice in found):
+            if found and not any(choice.overhead < best - BETTER for _, choice in found):
                 break  # another size brings nothing any more
             if any(choice.overhead - choice.bound <= _CLOSE for _, choice in found):
                 break
@@ -151,7 +148,7 @@ class Planner:
             # Larger ones, with something run again, read the weights less often; none fits where the smallest does not.
             for size in reversed(sizes[: sizes.index(fitting)]):
                 best = min((choice.overhead for _, choice in fits), default=inf if smaller else 0.0)
-                if least_with(split, size, room) / self._plain - 1 > best - _BETTER:
+                if least_with(split, size, room) / self._plain - 1 > best - BETTER:
                     break
                 yield self._fitting(split, size, room)
             for size in smaller:

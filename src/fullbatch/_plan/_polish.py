@@ -129,7 +129,7 @@ class Polish:
         return self._scale * self._reduced.sizes[gap.value] * (gap.last - gap.first + 1)
 
     def wishes(self) -> list[Gap]:
-        """Gaps that are not held at whose end the value is made again, where something changed."""
+        """Gaps that are not held at whose end the value is made again; while changes are noted, only where they are."""
         changed = self._changed
         found = []
         for segment in range(1 if changed is None else min(changed, default=1), self._reduced.segments):

@@ -53,7 +53,7 @@ class HoldingProblem:
     """The linear program of one reduced step, solved for as many budgets as asked.
 
     `scale`: the share of a value's bytes that holding it takes (one microbatch of many, or all). `again`: the share of
-    these that running it again takes while the segment runs.
+    these that running it again takes while the segment runs. `unit`: the cost of the dearest node.
     """
 
     def __init__(self, reduced: Reduced, scale: float, again: float) -> None:
@@ -73,7 +73,7 @@ class HoldingProblem:
                     self._runs[segment][node.index] = len(costs)
                     costs.append(node.cost)
         self._costs = np.array(costs)
-        self._unit = float(self._costs.max(initial=0.0)) or 1.0
+        self.unit = float(self._costs.max(initial=0.0)) or 1.0
         self._bytes = max(float(sum(reduced.sizes.values())) * scale, 1.0)
         self._rows()
 
@@ -155,21 +155,29 @@ class HoldingProblem:
         return float("inf") if found is None else float(self._costs @ found[: len(self._costs)])
 
     def _solve(self, room: Sequence[float], bounding: bool = False, moments: Sequence[Moment] = ()) -> _Array | None:
-        count, rows = len(self._costs), self.reduced.segments - 1
-        if not count:
+        if not len(self._costs):
             return np.zeros(0)
-        least = self._least.copy()
-        # The solver takes no infinity; twice of all that there is to hold is as good.
-        least[self._memory : self._memory + rows] = -np.minimum(room[1:], 2 * self._bytes) / self._bytes
-        costs, matrix = self._costs / self._unit, self._matrix
-        if not bounding and self._again:
-            matrix = csr_array(matrix + self._again * self._own_runs)
+        costs, matrix, least = self.program(room, bounding)
         if moments:
             costs, matrix, least = self._beside(moments, costs, matrix, least)
         found = linprog(costs, A_ub=-matrix, b_ub=-least + 1e-9, bounds=(0, 1), method="highs-ds")
         if found.x is None and found.status != _INFEASIBLE:
             return np.zeros(len(costs))  # nothing is known, which bounds nothing
         return None if found.x is None else np.asarray(found.x)
+
+    def program(self, room: Sequence[float], bounding: bool = False) -> tuple[_Array, csr_array, _Array]:
+        """Costs c, rows A and least b: least c x where A x >= b and 0 <= x <= 1. c is in units of `unit`.
+
+        `bounding`: what is run again takes no room.
+        """
+        least = self._least.copy()
+        rows = slice(self._memory, self._memory + self.reduced.segments - 1)
+        # The solver takes no infinity; twice of all that there is to hold is as good.
+        least[rows] = -np.minimum(room[1:], 2 * self._bytes) / self._bytes
+        matrix = self._matrix
+        if not bounding and self._again:
+            matrix = csr_array(matrix + self._again * self._own_runs)
+        return self._costs / self.unit, matrix, least
 
     def _beside(
         self, moments: Sequence[Moment], costs: _Array, matrix: csr_array, least: _Array

@@ -57,10 +57,16 @@ _ORDERS = 2
 # Changes of what is held that are tried each time limits are corrected.
 _TRIALS = 30_000
 
-# Searches in a row, each from where the last one came to, and while it gains this share of the step's time; what each
-# tries, where a plan is near its bound and where it is far; shares of the limits at which the relaxation is a start.
-_SEARCHES, _BETTER = 3, 0.01
-_TRIED = {False: 200_000, True: 600_000}
+# A search that is better by less than this share of the step's time is the last.
+BETTER = 0.01
+
+# Searches in a row, each from where the last one came to.
+_SEARCHES = 3
+
+# Changes that each of them tries, where a plan is near its bound and where it is far.
+_NEAR, _FAR = 200_000, 600_000
+
+# Shares of the limits at which the relaxation is another start.
 _RELAXED = (1.0, 1.1)
 
 # Decisions of a problem up to which the search begins at relaxations as well, however near the plan is.
@@ -226,7 +232,7 @@ class Side:
             tried = list(self._searched(start, room, cost, seed, far))
             found += tried
             best = min((c for c in tried if c.peak <= room), key=lambda c: c.again, default=start)
-            if best.again > start.again - _BETTER * self.work:
+            if best.again > start.again - BETTER * self.work:
                 break
             start = best
         return found
@@ -239,7 +245,7 @@ class Side:
         for held in (start.held, *(holding.held for holding in relaxed if holding)):
             polish = Polish(problem, held, limits)
             polish.within(limits)
-            polish.search(_TRIED[far], seed)
+            polish.search(_FAR if far else _NEAR, seed)
             yield from self._settled(polish.held, start, room, cost, 0.0)
 
     def _limits(self, candidate: Candidate, room: int) -> list[float]:
