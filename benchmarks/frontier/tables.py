@@ -23,6 +23,8 @@ PEERS = (
     "fullbatch / remedy",
 )  # fmt: skip
 BUDGETS = (50, 25, 10)  # of the short table
+ROW = {"frontier": ("budget",), "peers": ("peer", "setting")}
+"""What a row is of, by kind of file. The rows of another kind (`reach`) belong together."""
 
 
 def main() -> None:
@@ -52,15 +54,16 @@ def together(contents: Sequence[dict[str, Any]], kind: str) -> list[dict[str, An
     found: dict[str, dict[str, Any]] = {}
     for file in contents:
         for result in file["results"] if file["kind"] == kind else ():
-            before = found.get(result["model"], {"rows": []})["rows"]
-            rows = {_key(row): row for row in (*before, *result["rows"])}
-            found[result["model"]] = {**result, "rows": list(rows.values())}
+            found[result["model"]] = _joined(found.get(result["model"]), result, ROW.get(kind))
     return list(found.values())
 
 
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row is of; one of another benchmark (`reach`) is of a way to train and a batch."""
-    return tuple(row.get(name) for name in ("budget", "peer", "setting", "way", "batch"))
+def _joined(before: dict[str, Any] | None, result: dict[str, Any], row: tuple[str, ...] | None) -> dict[str, Any]:
+    """`result`, with the rows of `before` that it does not have, where these stand for themselves."""
+    if before is None or row is None:
+        return result
+    rows = {tuple(one[name] for name in row): one for one in (*before["rows"], *result["rows"])}
+    return {**result, "rows": list(rows.values())}
 
 
 def short(results: Sequence[dict[str, Any]]) -> list[str]:
