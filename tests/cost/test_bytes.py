@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_programs import Captured, Fresh, bytes_of, one_operator, sharded
+from .small_programs import Captured, Fresh, bytes_of, one_operator, sharded
 
 from fullbatch import _torch, measure
 from fullbatch._cost import _probe

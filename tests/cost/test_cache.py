@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_programs import Captured, Fresh, bytes_of, heard
+from .small_programs import Captured, Fresh, bytes_of, heard
 
 from fullbatch._cost import _cache, _keys
 from fullbatch._cost._probe import Prober

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_programs import Captured, Fresh, bytes_of, one_operator
+from .small_programs import Captured, Fresh, bytes_of, one_operator
 
 from fullbatch._axis._expand import _first_of, _normalise, _summed
 from fullbatch._axis._kernels import filled, then_nothing

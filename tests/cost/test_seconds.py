@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_programs import SIZES, Captured, Fresh, bytes_of, heard, products
+from .small_programs import SIZES, Captured, Fresh, bytes_of, heard, products
 
 from fullbatch._cost import _rates, _time
 from fullbatch._cost._cache import cost_file

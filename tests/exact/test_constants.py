@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_checks import asserted, asserted_and_used
+from .data_checks import asserted, asserted_and_used
 from torch import nn
 
 import fullbatch
