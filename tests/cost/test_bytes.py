@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from .small_programs import Captured, Fresh, bytes_of, one_operator, sharded
 
 from fullbatch import _torch, measure
 from fullbatch._cost import _probe
@@ -14,6 +13,8 @@ from fullbatch._cost._forms import Meta
 from fullbatch._cost._operator import SAME_FORM, without_running
 from fullbatch._cost._probe import Prober
 from fullbatch._ir import Ref
+
+from .small_programs import Captured, Fresh, bytes_of, one_operator, sharded
 
 aten = torch.ops.aten
 ONE = frozenset({1})

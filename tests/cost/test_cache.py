@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from .small_programs import Captured, Fresh, bytes_of, heard
 
 from fullbatch._cost import _cache, _keys
 from fullbatch._cost._probe import Prober
+
+from .small_programs import Captured, Fresh, bytes_of, heard
 
 
 def _saved(folder: Path) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from .small_programs import Captured, Fresh, bytes_of, one_operator
 
 from fullbatch._axis._expand import _first_of, _normalise, _summed
 from fullbatch._axis._kernels import filled, then_nothing
 from fullbatch._cost._keys import HERE, operator_text
 from fullbatch._cost._probe import Prober
 from fullbatch._ir import Kernel, Kind, Layout, Origin, Program, Ref, Scaled, Task, Value
+
+from .small_programs import Captured, Fresh, bytes_of, one_operator
 
 aten = torch.ops.aten
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from .small_programs import SIZES, Captured, Fresh, bytes_of, heard, products
 
 from fullbatch._cost import _rates, _time
 from fullbatch._cost._cache import cost_file
 from fullbatch._cost._probe import Prober
 from fullbatch._cost._rates import Rates, rates, seconds_of
+
+from .small_programs import SIZES, Captured, Fresh, bytes_of, heard, products
 
 CPU = torch.device("cpu")
 ONE = frozenset({1})

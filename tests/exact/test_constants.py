@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from .data_checks import asserted, asserted_and_used
 from torch import nn
 
 import fullbatch
+
+from .data_checks import asserted, asserted_and_used
 
 
 def _grid(m: Any, x: torch.Tensor) -> torch.Tensor:
