@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from cases.watched import Watched
+from fullbatch._plan._needs import Needs
 from fullbatch._plan._polish import Polish
 from fullbatch._plan._relaxed import HoldingProblem
 
@@ -34,10 +36,14 @@ def _problem(blocks: int) -> HoldingProblem:
     return watched.captured.side(1).problem(1)
 
 
+def _weight(problem: HoldingProblem, segment: int, held: frozenset[int], runs: frozenset[int] = frozenset()) -> float:
+    return problem.weight(problem.reduced.nbytes(held), problem.reduced.made_again(segment, runs))
+
+
 def _limits(problem: HoldingProblem, share: float) -> list[float]:
     """A share of what holding everything takes at its most, in each segment."""
     everything, _ = problem.reduced.follow(problem.everything())
-    most = max(problem.weight(t, held, frozenset()) for t, held in enumerate(everything))
+    most = max(_weight(problem, t, held) for t, held in enumerate(everything))
     return [share * most] * problem.reduced.segments
 
 
@@ -82,7 +88,31 @@ def test_what_a_search_finds_keeps_its_limits_and_is_the_same_each_time() -> Non
         held, runs = problem.reduced.follow(polish.held)
         assert tuple(held) == polish.held, "all that it holds can be there"
         for t, (values, ran) in enumerate(zip(held, runs, strict=True)):
-            assert problem.weight(t, values, ran) <= limits[t] * (1 + 1e-9)
+            assert _weight(problem, t, values, ran) <= limits[t] * (1 + 1e-9)
         assert polish.cost == sum(problem.reduced.again(t, ran) for t, ran in enumerate(runs))
         found.append(polish.held)
     assert found[0] == found[1]
+
+
+def test_what_needs_no_walk_is_what_a_walk_finds() -> None:
+    reduced = _problem(6).reduced
+    dice = random.Random(0)
+    shared = 0
+    for _ in range(2000):
+        segment = dice.randrange(1, reduced.segments)
+        there = [value for value, maker in reduced.makers.items() if maker.segment < segment]
+        held = frozenset(value for value in there if dice.random() < 0.5)
+        needs = Needs(reduced, segment, held)
+        dice.shuffle(there)
+        changed = held ^ frozenset(there[: dice.choice([1, 2])])
+        asked = {needs.lost(value) for value in held} | {needs.saved(value) for value in there}
+        found, anew = needs.unless_read(changed), Needs(reduced, segment, changed)
+        assert asked
+        if found is None:
+            continue
+        shared += 1
+        assert (found.runs, found.readers, found.again) == (anew.runs, anew.readers, anew.again)
+        assert (found.here, found.made, sorted(found.wished)) == (anew.here, anew.made, sorted(anew.wished))
+        for value in there:
+            assert (found.lost(value), found.saved(value)) == (anew.lost(value), anew.saved(value))
+    assert 200 < shared < 1800, "some changes are read and some are not"

@@ -36,8 +36,8 @@ _COOLINGS = (
 # The same from what was found before.
 _AFTER = Cooling((0.01, 0.0005), (3.0, 30.0), 2)
 
-# Times that the settings take turns, and places that each run of annealing walks.
-_TURNS, _WALKS = 3, 120_000
+# Times that the settings take turns, and places that each run of annealing walks: so many for each place, and at most.
+_TURNS, _EACH, _WALKS = 3, 1_000, 120_000
 
 
 def find_orders(
@@ -57,7 +57,7 @@ def find_orders(
         grid = Grid(runs, room, cooling.rounds, launch)
         if begin is not None:
             grid.start(grid.choice_of(begin))
-        found = anneal(grid, cooling, work, _WALKS, seed)
+        found = anneal(grid, cooling, work, min(_WALKS, _EACH * grid.places), seed)
         if found is not None and found[0] < least - 1e-9:
             least = found[0]
             orders.append(grid.order(found[1]))

@@ -16,7 +16,7 @@ class Needs:
     """One segment with `held` at its beginning. Never changed: another choice has another.
 
     `runs`: nodes that run. `readers[v]`: how many of them, and of the targets, read value v. `again`: cost of those
-    that do not run for the first time.
+    that do not run for the first time. `here`: bytes of what is held; `made`: of what is made again and stays.
     """
 
     def __init__(self, reduced: Reduced, segment: int, held: AbstractSet[int]) -> None:
@@ -27,8 +27,20 @@ class Needs:
             for value in reduced.nodes[index].inputs:
                 self.readers[value] = self.readers.get(value, 0) + 1
         self.again = reduced.again(segment, self.runs)
+        self.here, self.made = reduced.nbytes(held), reduced.made_again(segment, self.runs)
         self._saved: dict[int, float] = {}  # answers, since the same are asked for again while other segments change
         self._lost: dict[int, float] = {}
+
+    def unless_read(self, held: AbstractSet[int]) -> Needs | None:
+        """The same runs with `held` at the beginning instead, if nothing here reads what is held besides or no more."""
+        more, less = held - self._held, self._held - held
+        if not (self.readers.keys().isdisjoint(more) and self.readers.keys().isdisjoint(less)):
+            return None
+        other = Needs.__new__(Needs)  # `copy.copy` takes as long as all the rest
+        other.__dict__.update(self.__dict__)  # what would not run is the same as well
+        other._held, other._lost = held, {}
+        other.here = self.here + self._reduced.nbytes(more) - self._reduced.nbytes(less)
+        return other
 
     @cached_property
     def wished(self) -> list[tuple[int, float]]:

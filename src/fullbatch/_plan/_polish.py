@@ -25,6 +25,9 @@ _WIDTH, _LET_GO = 2, 0.4
 # Gaps that are tried, the worthiest first, before they are looked for again.
 _WISHES = 200
 
+# A search that has been at every place so often for nothing ends: a small step has no more to find.
+_IN_VAIN = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Gap:
@@ -36,7 +39,8 @@ class Gap:
     worth: float
 
 
-_State = tuple[list[frozenset[int]], list[Needs], list[float], dict[int, list[Gap]]]
+_Offered = dict[int, dict[int, Gap]]  # by segment and value; a gap is in each of its segments
+_State = tuple[list[frozenset[int]], list[Needs], list[float], _Offered]
 
 
 class Polish:
@@ -52,7 +56,7 @@ class Polish:
         self._needs = [Needs(self._reduced, t, values) for t, values in enumerate(self._held)]
         self._slack = [0.0] * len(held)
         self._trials = 0
-        self._offered: dict[int, list[Gap]] = {}  # by segment, as long as nothing changes: most tries change nothing
+        self._offered: _Offered = {}  # as long as nothing changes: most tries change nothing
         self._changed: set[int] | None = None  # segments where something did; None: not noted, so perhaps everywhere
         self._follow(0, len(held))
 
@@ -87,17 +91,17 @@ class Polish:
     def search(self, trials: int, seed: int = 0) -> None:
         """Lets go some of what is held about one place and climbs again, in turn at every place; keeps what is better.
 
-        Exchanges of one gap for others end where only several at once would help. Ends when so many things were tried.
+        Exchanges of one gap for others end where only several at once would help. Ends when so many things were tried,
+        or all places several times in vain.
         """
         self._trials = trials
         dice = random.Random(seed)  # the same search for the same problem
-        places = len(self._held)
-        while self._trials > 0 and places > 1:
-            begin = self._trials
+        places, in_vain = len(self._held), 0
+        while self._trials > 0 and places > 1 and in_vain < _IN_VAIN:
+            before = self.cost
             for segment in dice.sample(range(1, places), places - 1):
                 self._shake(range(segment, min(places, segment + _WIDTH)), dice)
-            if self._trials == begin:  # nothing is held that could be let go
-                return
+            in_vain = 0 if self.cost < before else in_vain + 1
 
     def _shake(self, segments: range, dice: random.Random) -> None:
         if self._trials <= 0:
@@ -150,20 +154,26 @@ class Polish:
         return before + 1
 
     def offers(self, segments: Iterable[int], wanted: int = -1) -> list[Gap]:
-        """Gaps that are held into one of `segments`, with what letting them go costs."""
-        found: dict[tuple[int, int], Gap] = {}
+        """Gaps that are held into one of `segments`, which rise, with what letting them go costs."""
+        found: list[Gap] = []
+        before = -1
         for segment in segments:
-            if segment not in self._offered:
-                self._offered[segment] = [self._offer(value, segment) for value in self._held[segment]]
-            for gap in self._offered[segment]:
-                if gap.value != wanted:
-                    found.setdefault((gap.value, gap.last), gap)
+            there = self._offered.setdefault(segment, {})
+            values = self._held[segment]
+            if segment == before + 1 and segment:  # other gaps than those that came through the segment before
+                values = values - (self._held[before] - self._needs[before].readers.keys())
+            found += [there.get(value) or self._offer(value, segment) for value in values if value != wanted]
+            before = segment
+        found = list({id(gap): gap for gap in found}.values())
         self._trials -= len(found)
-        return list(found.values())
+        return found
 
     def _offer(self, value: int, segment: int) -> Gap:
         first, last = self._gap_around(value, segment)
-        return Gap(value, first, last, self._needs[last].lost(value))
+        gap = Gap(value, first, last, self._needs[last].lost(value))
+        for at in range(first, last + 1):
+            self._offered.setdefault(at, {})[value] = gap
+        return gap
 
     def _gap_around(self, value: int, segment: int) -> tuple[int, int]:
         held, needs = self._held, self._needs
@@ -254,8 +264,8 @@ class Polish:
             if self._changed is not None:
                 self._changed.add(segment)
             self._held[segment] = held
-            self._needs[segment] = needs = Needs(self._reduced, segment, held)
-            self._slack[segment] = self._limits[segment] - self._problem.weight(segment, held, needs.runs)
+            self._needs[segment] = needs = self._needs[segment].unless_read(held) or Needs(self._reduced, segment, held)
+            self._slack[segment] = self._limits[segment] - self._problem.weight(needs.here, needs.made)
 
 
 def _cost(needs: Sequence[Needs]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fullbatch._ir import Kind, Program, Task
 from fullbatch._plan._pieces import Segments
@@ -54,7 +55,9 @@ class Reduced:
 
     def available(self, wished: Iterable[int], before: AbstractSet[int], runs: AbstractSet[int]) -> frozenset[int]:
         """Those of `wished` that a segment leaves, into which `before` was held and in which `runs` ran."""
-        return frozenset(value for value in wished if value in before or self.makers[value].index in runs)
+        wished = wished if isinstance(wished, frozenset) else frozenset(wished)
+        missing = [value for value in wished - before if self.makers[value].index not in runs]
+        return wished.difference(missing) if missing else wished
 
     def closure(self, segment: int, held: AbstractSet[int]) -> set[int]:
         """Nodes that run in `segment` where `held` is there at its beginning."""
@@ -101,6 +104,22 @@ class Reduced:
             there.append(now)
             runs.append(frozenset(self.closure(segment, now)))
         return there, runs
+
+    @cached_property
+    def own(self) -> list[set[int]]:
+        """What the nodes of each segment itself read: all at once, where what only leads to it comes and goes."""
+        return [self.reads(t, {node.index for node in mains}) for t, mains in enumerate(self.mains)]
+
+    def nbytes(self, values: Iterable[int]) -> int:
+        """Bytes of `values` for the whole batch."""
+        sizes = self.sizes
+        return sum([sizes[value] for value in values])
+
+    def made_again(self, segment: int, runs: AbstractSet[int]) -> int:
+        """Bytes of what those of `runs` that are not first runs make for the segment's own nodes."""
+        own, nodes = self.own[segment], self.nodes
+        again = (nodes[index] for index in runs if nodes[index].segment < segment)
+        return self.nbytes(value for node in again for value in node.outputs if value in own)
 
     def again(self, segment: int, runs: AbstractSet[int]) -> float:
         """Cost of those of `runs` that are not first runs."""

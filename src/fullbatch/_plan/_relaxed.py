@@ -13,7 +13,6 @@ again after each decision was tried and gained little; what `_polish` does after
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import dataclass
 
@@ -58,8 +57,6 @@ class HoldingProblem:
 
     def __init__(self, reduced: Reduced, scale: float, again: float) -> None:
         self.reduced, self.scale, self._again = reduced, scale, again
-        # What a segment's own nodes read is there all at once; what only leads to it comes and goes.
-        self._own = [reduced.reads(t, {node.index for node in mains}) for t, mains in enumerate(reduced.mains)]
         self._held: list[dict[int, int]] = [{} for _ in range(reduced.segments)]  # by segment: value -> column
         self._runs: list[dict[int, int]] = [{} for _ in range(reduced.segments)]  # by segment: node -> column
         costs: list[float] = []
@@ -129,7 +126,7 @@ class HoldingProblem:
         """In the rows of memory: what each node that is run again adds while its segment runs."""
         entries = [
             (self._memory + t - 1, column, -sum(self._share(v) for v in self.reduced.nodes[index].outputs if v in own))
-            for t, own in enumerate(self._own) if t
+            for t, own in enumerate(self.reduced.own) if t
             for index, column in self._runs[t].items()
         ]  # fmt: skip
         at, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
@@ -239,14 +236,9 @@ class HoldingProblem:
                 used += sizes[value] * self.scale
         return frozenset(chosen)
 
-    def weight(self, segment: int, held: AbstractSet[int], runs: AbstractSet[int]) -> float:
-        """Bytes that the program counts in `segment` for what is held into it and run again in it."""
-        sizes, nodes = self.reduced.sizes, self.reduced.nodes
-        again = 0
-        if self._again:
-            own = self._own[segment]
-            again = sum(sizes[v] for i in runs if nodes[i].segment < segment for v in nodes[i].outputs if v in own)
-        return self.scale * (sum(sizes[value] for value in held) + self._again * again)
+    def weight(self, here: int, made: int) -> float:
+        """Bytes that the program counts in a segment: `here` held into it, `made` again in it, for the whole batch."""
+        return self.scale * (here + self._again * made)
 
     def everything(self) -> tuple[frozenset[int], ...]:
         """All that could be of use is held."""

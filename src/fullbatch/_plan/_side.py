@@ -331,9 +331,9 @@ class Side:
 
     def _besides(self, candidate: Candidate) -> list[float]:
         """Bytes alive at the peak around each segment's beginning, besides those that the program counts."""
-        problem = self.problem(candidate.size)
+        problem, reduced = self.problem(candidate.size), self.reduced
         weights = [
-            problem.weight(t, held, runs)
+            problem.weight(reduced.nbytes(held), reduced.made_again(t, runs))
             for t, (held, runs) in enumerate(zip(candidate.held, candidate.runs, strict=True))
         ]
         inside = [
