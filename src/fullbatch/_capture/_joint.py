@@ -16,7 +16,6 @@ import torch
 from torch import fx, nn
 
 from fullbatch import _torch
-from fullbatch._capture._apart import part_gradients
 from fullbatch._capture._asked import asked
 from fullbatch._capture._assumed import assumed
 from fullbatch._capture._clean import clean, without_tokens
@@ -232,7 +231,6 @@ def _read(
         eager.reaches = reached(module.graph, tangents)
     without_tokens(module.graph)
     clean(module.graph)
-    part_gradients(module.graph)
     joint = Joint(module.graph, module, sources, placeholders, outputs=[None] * returned)
     output = next(node for node in module.graph.nodes if node.op == "output")
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):

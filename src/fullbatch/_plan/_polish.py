@@ -26,7 +26,7 @@ _WIDTH, _LET_GO = 2, 0.4
 _WISHES = 200
 
 # A search that has been at every place so often for nothing ends: a small step has no more to find.
-_IN_VAIN = 4
+_IN_VAIN = 6
 
 
 @dataclass(frozen=True, slots=True)
