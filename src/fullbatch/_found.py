@@ -19,7 +19,6 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch import nn
 
 from fullbatch import _torch
 from fullbatch._errors import BudgetError, CaptureError, Fault, FullbatchError, LossError, PlanError
+from fullbatch._folders import OURS
 from fullbatch._tree import BatchShape, leaves, modules
 
 Nest = tuple[tuple[Any, ...], dict[str, Any]]
@@ -284,12 +284,9 @@ def _carrying(tensor: torch.Tensor, size: int) -> int | None:
     return next((dim for dim, length in enumerate(tensor.shape) if length == size), None)
 
 
-_OURS = (str(Path(__file__).resolve().parent), str(Path(torch.__file__).resolve().parent))
-
-
 def _caller() -> tuple[str, int, str] | None:
     """File, line and function of the user's that is being run."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -13,7 +13,6 @@ import re
 import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -25,6 +24,7 @@ from fullbatch._capture._sources import SEEDS, Source, seeds, source_of
 from fullbatch._capture._values import Guard, Known
 from fullbatch._capture._watch import Watch
 from fullbatch._errors import CaptureError, FullbatchError, LossError
+from fullbatch._folders import OURS
 
 Runner = Callable[..., Any]
 
@@ -267,15 +267,13 @@ def _in_words(guard: str, loss_fn: Any) -> str:
 
 
 _LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
-_OURS = str(Path(__file__).resolve().parent.parent)
-_TORCH = str(Path(torch.__file__).resolve().parent)
 _PATHS = sysconfig.get_paths()
 
 
 def user_line(trace: str) -> str:
     """The innermost line of a formatted traceback that is the user's, or of a library that the user calls."""
     lines = _LINE.findall(trace)
-    theirs = [line for line in lines if not line[0].startswith((_OURS, _TORCH, "<")) and not _is_standard(line[0])]
+    theirs = [line for line in lines if not line[0].startswith((*OURS, "<")) and not _is_standard(line[0])]
     if not theirs:
         return "loss_fn"
     file, number, function, code = theirs[-1]

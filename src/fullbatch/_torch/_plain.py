@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
@@ -21,6 +19,7 @@ from torch._dynamo import symbolic_convert, variables
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from fullbatch._folders import OURS
 from fullbatch._torch._allowed import contexts, required_gradients, shared_arguments
 from fullbatch._torch._replace import handled, replaced
 
@@ -54,12 +53,6 @@ def as_plain(known: Known) -> Iterator[None]:
         yield
 
 
-# Folders of torch and of fullbatch.
-_OURS = tuple(
-    str(folder) + os.sep for folder in (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[1])
-)
-
-
 def _answered(stack: contextlib.ExitStack, known: Known) -> None:
     """`is_compiling()` answers what `known` says, but for code of torch itself and of this package."""
     questions = (
@@ -69,7 +62,7 @@ def _answered(stack: contextlib.ExitStack, known: Known) -> None:
     original = TorchInGraphFunctionVariable._get_handlers()[torch.compiler.is_compiling]
 
     def answer(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if tx.f_code.co_filename.startswith(_OURS):
+        if tx.f_code.co_filename.startswith(OURS):
             return original(self, tx, *args, **kwargs)
         tx.mark_inconsistent_side_effects()
         return variables.ConstantVariable.create(known.answer(_askers(tx)))
