@@ -13,7 +13,7 @@ from torch import nn
 
 import fullbatch
 from cases.reference import collect, compare, plain
-from fullbatch import _torch
+from fullbatch._folders import OURS
 
 
 def _doubled(x: torch.Tensor) -> torch.Tensor:
@@ -107,6 +107,6 @@ def test_a_step_that_does_not_ask_has_no_such_note() -> None:
 
 
 def test_code_of_torch_and_of_fullbatch_itself_is_answered_as_dynamo_answers() -> None:
-    ours = _torch._plain._OURS
-    assert all(file.startswith(ours) for file in (fullbatch.__file__, fullbatch.lr.__file__, torch.compiler.__file__))
-    assert not __file__.startswith(ours)
+
+    assert all(file.startswith(OURS) for file in (fullbatch.__file__, fullbatch.lr.__file__, torch.compiler.__file__))
+    assert not __file__.startswith(OURS)
