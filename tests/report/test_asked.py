@@ -107,6 +107,5 @@ def test_a_step_that_does_not_ask_has_no_such_note() -> None:
 
 
 def test_code_of_torch_and_of_fullbatch_itself_is_answered_as_dynamo_answers() -> None:
-
     assert all(file.startswith(OURS) for file in (fullbatch.__file__, fullbatch.lr.__file__, torch.compiler.__file__))
     assert not __file__.startswith(OURS)
