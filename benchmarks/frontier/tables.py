@@ -50,11 +50,12 @@ def write(out: Path | None, contents: Sequence[dict[str, Any]], results: Sequenc
 
 
 def together(contents: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """The models of all files of one kind, and their rows, in the order in which they are first met."""
-    found: dict[str, dict[str, Any]] = {}
+    """The models of all files of one kind, and their rows, in the order of their names first met; a cap is another."""
+    found: dict[tuple[str, int | None], dict[str, Any]] = {}
     for file in contents:
         for result in file["results"] if file["kind"] == kind else ():
-            found[result["model"]] = _joined(found.get(result["model"]), result, ROW.get(kind))
+            key = result["model"], result.get("cap")
+            found[key] = _joined(found.get(key), result, ROW.get(kind))
     return list(found.values())
 
 

@@ -2,7 +2,7 @@
 
 python benchmarks/reach/table.py FILE [FILE ...] [--out results.json]
 
-The files are put together, the later one where two have the same model; --out writes one file of them.
+The files are put together, the later one where two have the same model and cap; --out writes one file of them.
 """
 
 from __future__ import annotations
