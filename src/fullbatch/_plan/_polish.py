@@ -154,13 +154,13 @@ class Polish:
         return before + 1
 
     def offers(self, segments: Iterable[int], wanted: int = -1) -> list[Gap]:
-        """Gaps that are held into one of `segments`, which rise, with what letting them go costs."""
+        """Gaps that are held into one of `segments`, with what letting them go costs."""
         found: list[Gap] = []
-        before = -1
+        before = -2
         for segment in segments:
             there = self._offered.setdefault(segment, {})
             values = self._held[segment]
-            if segment == before + 1 and segment:  # other gaps than those that came through the segment before
+            if segment == before + 1:  # other gaps than those that came through the segment before
                 values = values - (self._held[before] - self._needs[before].readers.keys())
             found += [there.get(value) or self._offer(value, segment) for value in values if value != wanted]
             before = segment
