@@ -50,7 +50,7 @@ def write(out: Path | None, contents: Sequence[dict[str, Any]], results: Sequenc
 
 
 def together(contents: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """The models of all files of one kind, and their rows, in the order of their names first met; a cap is another."""
+    """The results of all files of one kind, one for each model (and cap, of a reach), in the order first met."""
     found: dict[tuple[str, int | None], dict[str, Any]] = {}
     for file in contents:
         for result in file["results"] if file["kind"] == kind else ():

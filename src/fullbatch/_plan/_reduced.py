@@ -55,7 +55,7 @@ class Reduced:
 
     def available(self, wished: Iterable[int], before: AbstractSet[int], runs: AbstractSet[int]) -> frozenset[int]:
         """Those of `wished` that a segment leaves, into which `before` was held and in which `runs` ran."""
-        wished = wished if isinstance(wished, frozenset) else frozenset(wished)
+        wished = frozenset(wished)
         missing = [value for value in wished - before if self.makers[value].index not in runs]
         return wished.difference(missing) if missing else wished
 
