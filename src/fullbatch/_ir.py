@@ -169,6 +169,7 @@ class Task:
     layout: Layout | None = None
     reduction: Reduction = Reduction.SUM
     count: int = 0  # MOMENTS: elements behind each mean, a sample
+    repeats: int | None = None  # another task, of which it makes again what a microbatch owns a slice of
 
     @property
     def stores_nothing(self) -> bool:
@@ -212,11 +213,24 @@ class Program:
     full_batch: list[FullBatchNode] = field(default_factory=list)
     gradients: tuple[int, ...] = ()  # of `outputs`, those that are added to `.grad`: memory of their own at the end
     coupled: list[tuple[int, str]] = field(default_factory=list)  # task of the barrier, what couples
+    repeats: list[Task] = field(default_factory=list)  # what may run in place of a task that has run before
+
+    @cached_property
+    def runnable(self) -> list[Task]:
+        """All that a schedule may run."""
+        return [*self.tasks, *self.repeats]
 
     @cached_property
     def by_id(self) -> dict[int, Task]:
         """Tasks by id; ids are sparse once unused tasks are gone."""
-        return {task.id: task for task in self.tasks}
+        return {task.id: task for task in self.runnable}
+
+    @cached_property
+    def again(self) -> dict[int, Task]:
+        """For each task what makes its slices again: the task itself, or one that makes no summands."""
+        return {task.id: task for task in self.tasks} | {
+            task.repeats: task for task in self.repeats if task.repeats is not None
+        }
 
     @cached_property
     def producers(self) -> dict[int, Task]:

@@ -19,7 +19,7 @@ from fullbatch import _torch
 from fullbatch._axis import _expand
 from fullbatch._axis._kernels import filled, then_nothing
 from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy, scaled_shape
-from fullbatch._axis._operator import complete, fields, kernel, metas, template, used_outputs, whole_kernel
+from fullbatch._axis._operator import complete, fields, kernel, metas, repeated, template, used_outputs, whole_kernel
 from fullbatch._axis._origin import Origins
 from fullbatch._axis._rules import RULES
 from fullbatch._axis._rules._pointwise import is_pointwise, pointwise
@@ -59,6 +59,7 @@ class Builder:
         self.tasks: list[Task] = []
         self.full_batch: list[FullBatchNode] = []
         self.coupled: list[tuple[int, str]] = []
+        self.masked: dict[int, fx.Node] = {}  # tasks that can leave out some of their outputs
         self.effects: list[int] = []  # values that stand for checks
         self.memory: dict[Any, Any] = {}  # what an expansion of a forward leaves for its backward
         self._reslice_above = reslice_above
@@ -409,7 +410,9 @@ class Builder:
             outputs.append(out)
             standing.append(stands)
         args, kwargs = template(node, view, strategy.patch)
-        self.emit(Kind.LOCAL, fn, args, ids, outputs, kwargs, **fields(node))  # type: ignore[arg-type]
+        task = self.emit(Kind.LOCAL, fn, args, ids, outputs, kwargs, **fields(node))  # type: ignore[arg-type]
+        if "output_mask" in view.args:
+            self.masked[task.id] = node
         for position, value, how in pending:
             standing[position] = self.reduce(value, forms[position], how)
         return standing
@@ -550,4 +553,16 @@ def build(joint: Any, layouts: dict[int, Layout], batch: int, reslice_above: int
     tasks = prune(builder.tasks, outputs)
     alive = {task.id for task in tasks}
     coupled = [(task, why) for task, why in builder.coupled if task in alive]
-    return Program(batch, builder.values, tasks, inputs, outputs, builder.full_batch, gradients, coupled)
+    again = _repeats(builder, tasks)
+    return Program(batch, builder.values, tasks, inputs, outputs, builder.full_batch, gradients, coupled, again)
+
+
+def _repeats(builder: Builder, tasks: Sequence[Task]) -> list[Task]:
+    """What may run in place of tasks that have run before: their slices alone, for sums are formed once."""
+    found: list[Task] = []
+    for task in tasks:
+        if task.id in builder.masked:
+            made = {at for at, out in enumerate(task.outputs) if out is not None and builder.values[out].layout}
+            less = repeated(builder.masked[task.id], task, made, len(builder.tasks) + len(found))
+            found += [less] if less is not None else []
+    return found

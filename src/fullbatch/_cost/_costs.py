@@ -47,7 +47,7 @@ def own_cost(task: Task, program: Program) -> float:
 
 def estimated(program: Program) -> Coster:
     """Costs from shapes alone: outputs are dense, workspaces are none. Time is in bytes moved."""
-    times = {task.id: own_cost(task, program) for task in program.tasks}
+    times = {task.id: own_cost(task, program) for task in program.runnable}
     cache: dict[tuple[int, int], TaskCost] = {}
 
     def cost(task: Task, samples: int) -> TaskCost:

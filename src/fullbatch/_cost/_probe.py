@@ -86,7 +86,7 @@ class Prober:
         exact = self.costs(samples)
         if exact is None:
             return None
-        slots = [_slot(task, count) for count in sorted(samples) for task in self._program.tasks]
+        slots = [_slot(task, count) for count in sorted(samples) for task in self._program.runnable]
         jobs = [self._job(slot) for slot in dict.fromkeys(slots)]
         seconds = time_jobs(self._program, jobs, self._device, seconds_limit)
         return lambda task, count: _with_time(exact(task, count), seconds[_slot(task, count)])
@@ -101,7 +101,7 @@ class Prober:
     def _measure(self, samples: Sequence[int]) -> None:
         self._base = digest(machine(self._device), settings(self._device, torch.get_num_threads()))
         self._file = cost_file()
-        slots = dict.fromkeys(_slot(task, count) for count in samples for task in self._program.tasks)
+        slots = dict.fromkeys(_slot(task, count) for count in samples for task in self._program.runnable)
         by_id = self._program.by_id
         todo: _Todo = deque((by_id[at], count) for at, count in slots if (at, count) not in self._found)
         walked = list(todo)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
-from fullbatch._plan._fingerprint import Fingerprint
+from fullbatch._plan._fingerprint import AGAIN, Fingerprint
 from fullbatch._printed import Printed
 from fullbatch._size import format_bytes
 
@@ -132,8 +132,9 @@ def _again(plan: Plan) -> Counter[tuple[str, str]]:
     runs = Counter(item for body in plan.order for item in body if item >= 0)
     again: Counter[tuple[str, str]] = Counter()
     for operator in plan.fingerprint.operators if plan.fingerprint is not None else ():
-        if operator.mark == "local" and runs[operator.task] > 1:
-            again[operator.op, operator.module] += runs[operator.task] - 1
+        times = runs[operator.task] - (operator.mark != AGAIN)
+        if operator.mark in ("local", AGAIN) and times > 0:
+            again[operator.op, operator.module] += times
     return again
 
 

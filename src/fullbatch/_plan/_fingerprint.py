@@ -21,6 +21,9 @@ import torch
 from fullbatch import _torch
 from fullbatch._ir import Kind, Layout, Program, Ref, Scaled, Task
 
+AGAIN = "again"
+"""The mark of what runs in place of a task that has run before."""
+
 
 @dataclass(frozen=True)
 class InputForm:
@@ -40,7 +43,7 @@ class InputForm:
 
 
 class Operator(NamedTuple):
-    """One task: `mark` is its kind (`local`, `view`, ...), `digest` a hash of its arguments, data flow and layouts.
+    """One task: `mark` is its kind (`local`, `view`, ..., `again`), `digest` a hash of arguments, flow and layouts.
 
     `nbytes` is what its outputs take for the whole batch.
     """
@@ -89,7 +92,7 @@ def input_forms(
 
 def fingerprint(program: Program, inputs: tuple[InputForm, ...], device: torch.device) -> Fingerprint:
     """The description of `program` as it would run here and now."""
-    operators = tuple(_operator(task, program) for task in program.tasks)
+    operators = tuple(_operator(task, program) for task in program.runnable)
     results = _hash(json.dumps([sorted(program.inputs.items()), program.outputs]), 16)
     return Fingerprint(
         str(torch.__version__), device.type, torch.get_num_threads(), program.batch, inputs, operators, results
@@ -104,10 +107,13 @@ def _operator(task: Task, program: Program) -> Operator:
     kernel = None if task.kernel is None else (
         _described(task.kernel.fn), _described(task.kernel.args), _described(task.kernel.kwargs)
     )  # fmt: skip
-    form = (task.kind.value, task.single, task.random, task.view, _layout(task.layout), task.reduction.value)
+    form = (
+        task.kind.value, task.single, task.random, task.view, _layout(task.layout), task.reduction.value, task.repeats
+    )  # fmt: skip
     aliased = task.view or task.kind in (Kind.SLICE, Kind.REDUCE)
     nbytes = 0 if aliased else sum(value.nbytes(None, program.batch) for value in outs)
     mark = "view" if task.view and task.kind is Kind.LOCAL else task.kind.value
+    mark = mark if task.repeats is None else AGAIN
     backward = " (backward)" if task.origin.backward else ""
     name = (task.origin.op or f"{task.kind.value} of an input") + backward
     digest = _hash(repr((flow, made, kernel, form, task.count)), 4)

@@ -204,7 +204,7 @@ class Bodies:
 
     def __init__(self, program: Program, segments: Segments) -> None:
         self._segments = segments
-        self._by_id, self._producers = program.by_id, program.producers
+        self._by_id, self._producers, self._again = program.by_id, program.producers, program.again
 
     def make(self, held: Sequence[AbstractSet[int]]) -> tuple[list[list[int]], list[list[int]]]:
         """The tasks of each stage in order, and the segment of each run. `held[t]`: values held into segment t."""
@@ -250,4 +250,14 @@ class Bodies:
                     if value in there:
                         continue
                     stack.append((maker.id, False))
-        return order
+        return self._without_summands(order, set(piece.mains))
+
+    def _without_summands(self, order: Sequence[int], mains: AbstractSet[int]) -> list[int]:
+        """`order` with what is run again for its slices alone in place of tasks that make summands too."""
+        read = {value for ident in order for value in self._by_id[ident].inputs}
+        return [ident if ident in mains else self._instead(ident, read) for ident in order]
+
+    def _instead(self, ident: int, read: AbstractSet[int]) -> int:
+        task = self._by_id[ident]
+        less = self._again.get(ident, task)
+        return less.id if read.isdisjoint({*task.outputs} - {*less.outputs}) else ident

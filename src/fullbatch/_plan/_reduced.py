@@ -7,7 +7,7 @@ stage with its forward: to make a gradient again takes all that led to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +21,7 @@ _NEGLIGIBLE = 3e-4
 
 @dataclass
 class Node:
-    """Tasks that run together. `cost` is of the whole batch; `segment` that of the first run."""
+    """Tasks that run together. `cost`: of running them again, whole batch; `segment`: that of the first run."""
 
     index: int
     cost: float
@@ -140,7 +140,7 @@ def reduce_program(program: Program, segments: Segments, price: Price) -> Reduce
         set() if segments.across else {out for task in tasks if segments.of_task[task.id] for out in task.outputs}
     )
     held = frozenset(value for value, size in sizes.items() if size < small or value in gradients)
-    nodes, wanted = _nodes(tasks, segments, roots, held, price)
+    nodes, wanted = _nodes(tasks, segments, roots, held, program.again, price)
     _merge(nodes, wanted, sizes)
     nodes = [node for node in nodes if node.index >= 0]
     for index, node in enumerate(nodes):
@@ -168,7 +168,12 @@ def _roots(tasks: Sequence[Task]) -> dict[int, int | None]:
 
 
 def _nodes(
-    tasks: Sequence[Task], segments: Segments, roots: dict[int, int | None], held: frozenset[int], price: Price
+    tasks: Sequence[Task],
+    segments: Segments,
+    roots: dict[int, int | None],
+    held: frozenset[int],
+    again: Mapping[int, Task],
+    price: Price,
 ) -> tuple[list[Node], list[list[int]]]:
     nodes: list[Node] = []
     wanted: list[set[int]] = [set() for _ in range(segments.count)]
@@ -176,7 +181,7 @@ def _nodes(
         read = {root for value in task.inputs if (root := roots.get(value)) is not None and root not in held}
         if task.kind is Kind.LOCAL and not task.stores_nothing:
             outputs = [out for out in task.outputs if out is not None and out not in held]
-            nodes.append(Node(len(nodes), price(task), read, outputs, segments.of_task[task.id]))
+            nodes.append(Node(len(nodes), price(again[task.id]), read, outputs, segments.of_task[task.id]))
         elif task.kind in (Kind.GATHER, Kind.REDUCE):
             wanted[segments.of_task[task.id]] |= read
     return nodes, [sorted(values) for values in wanted]

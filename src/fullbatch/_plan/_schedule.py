@@ -87,11 +87,11 @@ class Schedule:
     def recomputes(self, program: Program) -> int:
         """How many runs of an operator repeat an earlier one; cutting a slice again is not one."""
         by_id = program.by_id
+        tasks = [by_id[action.subject] for phase in self.phases for action in phase.last if action.do is Do.RUN]
         runs = [
-            action.subject
-            for phase in self.phases
-            for action in phase.last
-            if action.do is Do.RUN and by_id[action.subject].kind is not Kind.SLICE and not by_id[action.subject].view
+            task.id if task.repeats is None else task.repeats
+            for task in tasks
+            if task.kind is not Kind.SLICE and not task.view
         ]
         return (len(runs) - len(set(runs))) * len(self.samples)
 

@@ -35,7 +35,7 @@ class Interpreter:
         self.program, self.schedule = program, schedule
         self.ranges = ranges(schedule.samples)
         self.local = [value.local for value in program.values]
-        self.kernels = {task.id: task.kernel.bind() for task in program.tasks if task.kernel is not None}
+        self.kernels = {task.id: task.kernel.bind() for task in program.runnable if task.kernel is not None}
 
     def run(self, inputs: dict[int, torch.Tensor], drawn: Drawn | None = None) -> list[Any]:
         """Values of `program.outputs` for these inputs, given by their position among the captured ones."""
