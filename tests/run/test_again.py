@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import fullbatch
 from cases.watched import Watched
 from fullbatch._ir import Kind, Program, Task
+from fullbatch._plan._restore import order_of
 from fullbatch._plan._schedule import Do, Schedule
 from fullbatch._plan._side import Candidate
 from fullbatch._run._executor import Executor
@@ -125,3 +128,33 @@ def test_a_plan_counts_them_as_runs_again() -> None:
     runs = [task for task in _runs(program, candidate.schedule) if task.kind is Kind.LOCAL and not task.view]
     distinct = {task.id if task.repeats is None else task.repeats for task in runs}
     assert candidate.schedule.recomputes(program) == len(runs) - 3 * len(distinct)
+
+
+def test_a_plan_that_runs_them_is_saved_and_loaded() -> None:
+    step, candidate = _nothing_held("plain")
+    plan = replace(step.plan, order=order_of(candidate.schedule))
+    read = fullbatch.Plan.from_json(plan.to_json())
+    assert read == plan
+    nets = [deepcopy(NETS["plain"][0]) for _ in range(2)]
+    batch = torch.randn(6, *NETS["plain"][1], dtype=torch.float64)
+    loaded = fullbatch.Step(_loss, nets[0], batch, plan=read)
+    assert loaded.plan.loaded
+    assert loaded.plan.recomputed == candidate.schedule.recomputes(step.captured.program)
+    loss, expected = loaded(batch), _loss(nets[1], batch)
+    expected.backward()
+    assert (loss - expected).abs() <= 1e-12 * expected.abs()
+    largest = max(float(weight.grad.abs().max()) for weight in nets[1].parameters() if weight.grad is not None)
+    for mine, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert float((mine.grad - theirs.grad).abs().max()) <= 1e-9 * largest
+
+
+def test_plans_are_compared_by_what_ran_again() -> None:
+    step, candidate = _nothing_held("plain")
+    other = replace(step.plan, order=order_of(candidate.schedule))
+    program = step.captured.program
+    again = [task for task in _runs(program, candidate.schedule) if task.repeats is not None]
+    found = [item for item in step.plan.diff(other).recomputed if "convolution_backward" in item.operator]
+    assert sum(item.other for item in found) == len(again) // 3  # of one microbatch
+    assert all(item.this == 0 for item in found)
