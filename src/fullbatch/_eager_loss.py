@@ -173,7 +173,8 @@ class LossCall:
 class EagerLoss:
     """The loss of one captured graph, as the kernel of a task: outputs in, their cotangents out.
 
-    `forms` are those of the cotangents, and `wanted` says of which outputs they are. `reaches`: for each gradient, by
+    `forms` are those of the cotangents, and `wanted` says of which outputs they are. From those in `above` the forward
+    computes others of them. `reaches`: for each gradient, by
     the position of its input in the graph, the cotangents that it is made of. `workspace` is the most bytes that
     the loss allocated when it ran first, its cotangents included; None: not known. `kept` are the bytes that stay until
     the end of the step: the loss, its aux, gradients of what only the loss reads.
@@ -184,6 +185,7 @@ class EagerLoss:
     def __init__(self, origin: str = "") -> None:
         self.forms: list[Meta] = []
         self.wanted: list[int] = []
+        self.above: frozenset[int] = frozenset()
         self.reaches: dict[int, frozenset[int]] = {}
         self.call: LossCall | None = None
         self.workspace: int | None = None
@@ -248,11 +250,13 @@ class EagerLoss:
         for empty, value in zip(begun, outputs, strict=True):
             empty.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         inputs = [begun[at].requires_grad_() for at in self.wanted]
+        above = [begun[at] for at in sorted(self.above)]
         given = [*(("one of the outputs", tensor) for tensor in begun), *leaves(call.batch), *call.read]
         versions = [_torch.version(tensor) for _, tensor in given]
         with call.written(changed), call.drawing():
-            with _torch.watched_backward(lambda of, by: _refuse_backward(of, by, inputs, call.read)):
+            with _torch.watched_backward(lambda of, by: _refuse_backward(of, by, inputs, [*call.read, *named(above)])):
                 loss = yield from call.evaluate()
+            _refuse_hooked_outputs(above)
             _refuse_changed(given, versions)
             others = leaves_behind(loss, inputs)
             _refuse_hooked(others)
@@ -294,6 +298,27 @@ def checked(found: Any, who: str = PAIR) -> tuple[torch.Tensor, Any, bool]:
     return loss, aux, has_aux
 
 
+def named(above: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Outputs from which the forward computes other outputs, in words."""
+    return [(f"an output of shape {tuple(tensor.shape)}, of which another output is made", tensor) for tensor in above]
+
+
+def _refuse_hooked_outputs(above: Sequence[torch.Tensor]) -> None:
+    """A hook sees what comes from the loss: in plain PyTorch also what comes through the other outputs."""
+    hooked = [(name, tensor) for name, tensor in named(above) if _torch.gradient_hooks(tensor)]
+    if hooked:
+        raise LossError(
+            *(
+                Fault(
+                    f"The loss calls register_hook on {name}: the way between them is not in its autograd graph.",
+                    expected="hooks on outputs from which the forward computes no other output",
+                    next="register the hook in the forward, on the tensor before it is returned",
+                )
+                for name, _ in hooked
+            )
+        )
+
+
 def _refuse_backward(
     of: Sequence[torch.Tensor],
     by: Sequence[Any] | None,
@@ -305,15 +330,15 @@ def _refuse_backward(
     The autograd graph of the loss begins at the outputs of the forward: what lies before them cannot be reached.
     """
     before = {id(tensor): name for name, tensor in read}
-    named = dict.fromkeys(before[id(tensor)] for tensor in by or () if id(tensor) in before)
+    by_name = dict.fromkeys(before[id(tensor)] for tensor in by or () if id(tensor) in before)
     ours = {id(output) for output in outputs}
     through = not by and any(id(leaf) in ours for value in of for leaf in _torch.graph_leaves(value))
-    if named or through:
-        wrong = f"asks for the gradient by {', '.join(named)}" if named else "calls backward() on what it computed"
+    if by_name or through:
+        wrong = f"asks for the gradient by {', '.join(by_name)}" if by_name else "calls backward() on what it computed"
         raise LossError.of(
             f"The loss {wrong}: what lies before the outputs of the forward is not in its autograd graph.",
-            expected="torch.autograd.grad by the outputs of the forward or by values of the loss; the loss is returned",
-            next="return the loss, and take such a gradient in plain PyTorch",
+            expected="torch.autograd.grad by values of the loss, or by outputs of which no other output is made",
+            next="return the loss, and take such a gradient in plain PyTorch or inside of the forward",
         )  # fmt: skip
 
 

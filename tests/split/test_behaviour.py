@@ -144,6 +144,67 @@ def test_a_gradient_by_what_lies_before_the_outputs_is_refused() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class _Tower(nn.Module):
+    """Features, and a head that is computed of them; `apart`: of what leads to them instead."""
+
+    def __init__(self, apart: bool = False) -> None:
+        super().__init__()
+        self.body, self.head, self.apart = nn.Linear(6, 12), nn.Linear(12, 4), apart
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        features = torch.tanh(hidden)
+        return features, self.head(hidden if self.apart else features)
+
+
+def _tower_value(outputs: tuple[Tensor, Tensor], batch: Any) -> Tensor:
+    features, logits = outputs
+    return logits[logits > 0].square().sum() + features.square().mean()
+
+
+def _hooked(at: int) -> Any:
+    def loss(outputs: tuple[Tensor, Tensor], batch: Any) -> Tensor:
+        outputs[at].register_hook(lambda grad: 0.1 * grad)
+        return _tower_value(outputs, batch)
+
+    return loss
+
+
+def _by_output(at: int, **settings: Any) -> Any:
+    def loss(outputs: tuple[Tensor, Tensor], batch: Any) -> Tensor:
+        value = _tower_value(outputs, batch)
+        (grad,) = torch.autograd.grad(value, outputs[at], retain_graph=True, **settings)
+        return value * grad.norm().detach()
+
+    return loss
+
+
+def test_gradients_by_an_output_of_which_another_is_made_are_refused() -> None:
+    """In plain PyTorch they have the way through the other output too; the loss's own graph does not."""
+    batch = (torch.randn(7, 6),)
+    for loss, wrong in (
+        (_hooked(0), r"register_hook on an output of shape \(7, 12\), of which another output is made"),
+        (_by_output(0), r"by an output of shape \(7, 12\), of which another output is made"),
+        (_by_output(0, create_graph=True), "of which another output is made"),
+        (_by_output(0, allow_unused=True), "of which another output is made"),
+    ):
+        model = _Tower()
+        with pytest.raises(fullbatch.LossError, match=wrong):
+            step_of((first, loss, model, batch), microbatch=3)(batch)
+        with pytest.raises(fullbatch.LossError, match=wrong):
+            fullbatch.Step(lambda m, b, loss=loss: loss(m(b[0]), b), model, batch, microbatch=3)(batch)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_gradients_by_other_outputs_are_those_of_the_plain_step(apart: bool) -> None:
+    batch = (torch.randn(7, 6),)
+    for at in (0, 1) if apart else (1,):
+        for loss in (_hooked(at), _by_output(at)):
+            case = first, loss, _Tower(apart), batch
+            agrees(step_of(case, microbatch=3), case)
+
+
 def test_the_certificate_repeats_draws_of_numpy_and_python() -> None:
     def loss(outputs: Tensor, batch: Any) -> Tensor:
         return masked(outputs, batch) * np.random.rand() + outputs.mean() * random.random()

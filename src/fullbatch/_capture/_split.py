@@ -8,6 +8,7 @@ in, all tangents out.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,25 @@ def reached(graph: fx.Graph, tangents: dict[int, fx.Node]) -> dict[int, frozense
     }
 
 
+def read_by_others(outputs: Sequence[fx.Node], wanted: Sequence[int]) -> frozenset[int]:
+    """Those of `wanted` from which, in the forward, another wanted output is computed: positions in `outputs`.
+
+    By the flow of data: a way on which no gradient goes (`detach()`) is not told from others here.
+    """
+    number = [(at, outputs[at]) for at in wanted]
+    above: set[int] = set()
+    for position, output in number:
+        seen: set[fx.Node] = set()
+        stack = [output]
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack.extend(node.all_input_nodes)
+        above.update(at for at, other in number if at != position and other in seen)
+    return frozenset(above)
+
+
 def insert_loss(
     graph: fx.Graph, outputs: list[Any], changed: list[Any], tangents: dict[int, fx.Node], loss: EagerLoss
 ) -> None:
@@ -74,6 +94,7 @@ def insert_loss(
     at_operand = {position: at for at, position in enumerate(positions)}
     wanted = [(at_operand[position], tangent) for position, tangent in sorted(tangents.items())]
     loss.wanted = [at for at, _ in wanted]
+    loss.above = read_by_others(given, loss.wanted)
     loss.forms = [cotangent_form(tangent.meta["val"]) for _, tangent in wanted]
     order = {node: at for at, node in enumerate(graph.nodes)}
     users = [user for _, tangent in wanted for user in tangent.users]
