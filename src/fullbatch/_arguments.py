@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from fullbatch._errors import BatchError, Fault, LossError, MemorySizeError, ModelError, PlanError, check_all
+from fullbatch._errors import (
+    BatchError,
+    Fault,
+    LossError,
+    MemorySizeError,
+    ModelError,
+    PlanError,
+    VerifyError,
+    check_all,
+)
 from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._memory._total import total_bytes
 from fullbatch._plan._plan import Plan
@@ -108,3 +117,29 @@ def given_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
         "plan= is no plan.", got=f"{type(plan).__name__}: {plan!r:.80}",
         expected="a fullbatch.Plan, or the path of a file that plan.save wrote", next='plan="plan.json"',
     )  # fmt: skip
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises PlanError with all of `flags` that are neither True nor False."""
+    faults = [
+        Fault(
+            f"{name}= is neither True nor False.",
+            got=f"{name}={value!r:.80}",
+            expected="a bool",
+            next=f"fullbatch.Step(..., {name}=True)",
+        )
+        for name, value in flags.items()
+        if not isinstance(value, bool)
+    ]
+    if faults:
+        raise PlanError(*faults)
+
+
+def check_precision(dtype: Any) -> None:
+    """Raises VerifyError where `dtype` is not None, and no real floating point format that a CPU computes in."""
+    known = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if dtype is not None and dtype not in known:
+        raise VerifyError.of(
+            "A comparison needs a format of floating point numbers.", got=f"dtype={dtype!r:.80}",
+            expected=f"None, or one of {', '.join(map(str, known))}", next="step.verify()",
+        )  # fmt: skip

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from fullbatch._arguments import check_callable, check_memory, check_microbatch, given_plan
+from fullbatch._arguments import (
+    check_callable,
+    check_flags,
+    check_memory,
+    check_microbatch,
+    check_precision,
+    given_plan,
+)
 from fullbatch._budget import Wanted
 from fullbatch._call import Call, PlannedOnly
 from fullbatch._capture._assumed import Otherwise
@@ -120,6 +127,7 @@ class Step:
             lambda: check_memory(memory, model),
             lambda: check_microbatch(microbatch, find_batch(batch, batch_dims).size),
             lambda: setattr(self, "_saved", given_plan(plan)),
+            lambda: check_flags(compile=compile, timed=timed),
         )
         self._optimizers = each_of(optimizer)
         self._memory = None if memory is None else parse_bytes(memory)
@@ -171,8 +179,9 @@ class Step:
                 step under autocast is compared with its conversions only where this is None.
 
         Raises:
-            VerifyError: the last batch is gone, or the model cannot be copied.
+            VerifyError: the last batch is gone, the model cannot be copied, or `dtype` is none of floating point.
         """
+        check_precision(dtype)
         batch = self._last.get() if batch is None else batch
         if batch is None:
             raise VerifyError.of(

@@ -7,12 +7,14 @@ schedulers, which are counted in optimizer steps and saved with `state_dict`.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from fullbatch._errors import Fault, OptimizerError
+from fullbatch._number import is_number
 
 __all__ = ["scaled", "warmup"]
 
@@ -34,7 +36,7 @@ def scaled(base_lr: float, base_batch: int, batch: int, rule: Literal["linear", 
     faults = [
         Fault(f"{name} is not above zero.", got=f"{name}={value!r}", expected="a number above zero")
         for name, value in (("base_lr", base_lr), ("base_batch", base_batch), ("batch", batch))
-        if not value > 0
+        if not (is_number(value) and value > 0)
     ]
     if rule not in ("linear", "sqrt"):
         faults.append(Fault("There is no such rule.", got=f"rule={rule!r}", expected='"linear" or "sqrt"'))
@@ -64,14 +66,29 @@ def warmup(
         torch's `LinearLR`, or with `after` its `SequentialLR`.
 
     Raises:
-        OptimizerError: no steps, or a start outside of (0, 1]; both at once.
+        OptimizerError: no optimizer of torch, no steps, a start outside of (0, 1], or what is no scheduler of this
+            optimizer; all of them at once.
     """
-    faults = []
+    faults = list(_not_of_torch(optimizer, after))
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         faults.append(Fault("The warm-up has no steps.", got=f"steps={steps!r}", expected="an int of at least 1"))
-    if start is not None and not 0 < start <= 1:
+    if start is not None and not (is_number(start) and 0 < start <= 1):
         faults.append(Fault("The warm-up starts nowhere.", got=f"start={start!r}", expected="a share in (0, 1]"))
     if faults:
         raise OptimizerError(*faults)
     rise = LinearLR(optimizer, start_factor=start or 1 / (steps + 1), end_factor=1.0, total_iters=steps)
     return rise if after is None else SequentialLR(optimizer, [rise, after], milestones=[steps])
+
+
+def _not_of_torch(optimizer: Any, after: Any) -> Iterator[Fault]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        yield Fault(
+            "There is no optimizer to warm up.", got=f"{type(optimizer).__name__}: {optimizer!r:.80}",
+            expected="a torch.optim.Optimizer", next="fullbatch.lr.warmup(optimizer, steps)",
+        )  # fmt: skip
+    elif after is not None and getattr(after, "optimizer", None) is not optimizer:
+        yield Fault(
+            "after= is no scheduler of this optimizer.", got=f"{type(after).__name__}: {after!r:.80}",
+            expected="one of torch.optim.lr_scheduler, made of the same optimizer",
+            next="after=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)",
+        )  # fmt: skip

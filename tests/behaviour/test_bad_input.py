@@ -411,3 +411,24 @@ def test_a_recurrent_layer_in_float32(both: bool) -> None:
         fullbatch.Step(loss, model, batch, microbatch=microbatch)(batch)
         for grad, parameter in zip(grads, model.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, grad)
+
+
+# ---- flags, formats and functions
+
+
+def test_flags_that_are_no_flags_are_named_all_at_once() -> None:
+    model, batch = mlp(), pair()
+    error = refused(
+        fullbatch.PlanError, lambda: fullbatch.Step(mse, model, batch, compile="yes", timed=1), "compile='yes'"
+    )
+    assert [fault.got for fault in error.faults] == ["compile='yes'", "timed=1"]
+
+
+@pytest.mark.parametrize("dtype", ["float64", torch.int32, torch.complex64, torch.float8_e4m3fn])
+def test_a_comparison_in_what_is_no_precision(dtype: Any) -> None:
+    step = fullbatch.Step(mse, mlp(), pair())
+    refused(fullbatch.VerifyError, lambda: step.verify(pair(), dtype=dtype), f"dtype={dtype!r}")
+
+
+def test_measuring_what_is_no_function() -> None:
+    refused(fullbatch.MeasureError, lambda: fullbatch.measure(3), "int: 3")

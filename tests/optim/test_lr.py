@@ -28,6 +28,30 @@ def test_all_that_is_wrong_is_named() -> None:
     assert len(caught.value.faults) == 2
 
 
+@pytest.mark.parametrize("wrong", ["0.1", None, True, float("inf"), float("nan"), 1j])
+def test_what_is_no_number_is_named(wrong: Any) -> None:
+    with pytest.raises(fullbatch.OptimizerError) as caught:
+        scaled(wrong, wrong, wrong)
+    assert [fault.what for fault in caught.value.faults] == [
+        f"{name} is not above zero." for name in ("base_lr", "base_batch", "batch")
+    ]
+    if wrong is not None:
+        with pytest.raises(fullbatch.OptimizerError, match="The warm-up starts nowhere"):
+            warmup(_sgd(), 4, start=wrong)
+
+
+def test_what_is_no_optimizer_and_no_scheduler_of_it_is_named() -> None:
+    with pytest.raises(fullbatch.OptimizerError, match="no optimizer to warm up") as caught:
+        warmup(None, 0)  # type: ignore[arg-type]
+    assert len(caught.value.faults) == 2
+    optimizer = _sgd()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for after in (3, CosineAnnealingLR(_sgd(), T_max=4)):
+        with pytest.raises(fullbatch.OptimizerError, match="no scheduler of this optimizer"):
+            warmup(optimizer, 4, after=after)  # type: ignore[arg-type]
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+
+
 def _rates(optimizer: Any, scheduler: Any, steps: int) -> list[float]:
     """The rate that each optimizer step ran at."""
     used = []

@@ -262,3 +262,15 @@ def test_a_sparse_gradient_is_refused_before_anything_moves(make: Any) -> None:
     with pytest.raises(fullbatch.OptimizerError, match="sparse"):
         make([dense, *table.parameters()], lr=0.1).step()
     assert torch.equal(dense.detach(), torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", [LAMB, LARS])
+def test_options_that_are_no_numbers_are_named_all_at_once(kind: Any) -> None:
+    weights = [nn.Parameter(torch.ones(2, 2))]
+    with pytest.raises(fullbatch.OptimizerError) as caught:
+        kind(weights, lr="x", weight_decay=None)
+    assert [fault.got for fault in caught.value.faults] == ["lr='x'", "weight_decay=None"]
+    if kind is LAMB:
+        for betas in (0.9, (0.9, "x"), (0.9,), None):
+            with pytest.raises(fullbatch.OptimizerError, match="betas is out of range"):
+                kind(weights, betas=betas)

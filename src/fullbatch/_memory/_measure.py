@@ -64,8 +64,14 @@ def measure(fn: Callable[[], Any], device: torch.device | str | None = None) -> 
 
     ``device`` None is the current CUDA device where the process uses CUDA already, else the CPU.
 
-    Raises :class:`fullbatch._errors.MeasureError` if a profiler is already running. Errors of ``fn`` pass through.
+    Raises :class:`fullbatch._errors.MeasureError` if ``fn`` is no function, or a profiler is already running. Errors
+    of ``fn`` pass through.
     """
+    if not callable(fn):
+        raise MeasureError.of(
+            "There is nothing to call.", got=f"{type(fn).__name__}: {fn!r:.80}",
+            expected="a function of no arguments", next="fullbatch.measure(lambda: step(batch))",
+        )  # fmt: skip
     if device is None:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
     where = torch.device(device)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fullbatch._errors import Fault, OptimizerError
+from fullbatch._number import is_number, number
 
 
 class Trusting(torch.optim.Optimizer, ABC):
@@ -128,13 +129,18 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
+def _are_betas(value: Any) -> bool:
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    return pair and all(is_number(beta) and 0 <= beta < 1 for beta in value)
+
+
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (lambda value: float(value) >= 0, "at least 0"),
-    "weight_decay": (lambda value: value >= 0, "at least 0"),
-    "eps": (lambda value: value >= 0, "at least 0"),
-    "trust": (lambda value: value > 0, "above 0"),
-    "momentum": (lambda value: 0 <= value < 1, "in [0, 1)"),
-    "betas": (lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)"),
+    "lr": (number(lambda value: value >= 0), "at least 0"),
+    "weight_decay": (number(lambda value: value >= 0), "at least 0"),
+    "eps": (number(lambda value: value >= 0), "at least 0"),
+    "trust": (number(lambda value: value > 0), "above 0"),
+    "momentum": (number(lambda value: 0 <= value < 1), "in [0, 1)"),
+    "betas": (_are_betas, "two numbers in [0, 1)"),
     "adapt": (lambda value: isinstance(value, bool), "True or False"),
     "form": (lambda value: value in ("2017", "2019"), '"2017" or "2019"'),
 }
