@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fullbatch
 from behaviour.support import BATCH, agrees, make, mlp, mse, pair
+from fullbatch._cost import _probe
 
 
 def refused(kind: type[fullbatch.FullbatchError], call: Callable[[], Any], *mentions: str) -> Any:
@@ -432,3 +433,31 @@ def test_a_comparison_in_what_is_no_precision(dtype: Any) -> None:
 
 def test_measuring_what_is_no_function() -> None:
     refused(fullbatch.MeasureError, lambda: fullbatch.measure(3), "int: 3")
+
+
+# ---- more than all memory
+
+
+def _attention(model: Any, batch: Any) -> Tensor:
+    hidden = model(batch)
+    return (hidden @ hidden.transpose(1, 2)).softmax(-1).square().sum() + hidden.square().sum()
+
+
+def test_a_sample_that_takes_more_than_all_memory() -> None:
+    """Nothing of it is allocated while it is planned for: an operator alone would end the process."""
+    batch, model = torch.randn(2, 300_000, 2), nn.Linear(2, 2)
+    error = refused(
+        fullbatch.BudgetError, lambda: fullbatch.Step(_attention, model, batch, memory="100MB"), "microbatches of 1"
+    )
+    assert error.smallest > 4 * 300_000**2
+
+
+def test_results_that_are_more_than_is_free_are_not_made_to_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_probe, "free_bytes", lambda device: 2**20 - 1)
+    monkeypatch.setattr(_probe, "_LARGE", 0)
+    model, batch = nn.Linear(8, 2**12), torch.randn(6, 2**6, 8)  # 1 MiB of results for one sample
+    step = fullbatch.Step(lambda m, b: m(b).tanh().square().mean(), model, batch, microbatch=1)
+    assert any(_probe.NOT_RUN in note and "tanh" in note for note in step.plan.notes)
+    monkeypatch.setattr(_probe, "free_bytes", lambda device: 2**30)
+    step = fullbatch.Step(lambda m, b: m(b).tanh().square().mean(), model, batch, microbatch=1)
+    assert not any(_probe.NOT_RUN in note for note in step.plan.notes)

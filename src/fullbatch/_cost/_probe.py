@@ -24,6 +24,7 @@ from fullbatch._cost._operator import alone, outcome, without_running
 from fullbatch._cost._time import Job, time_jobs
 from fullbatch._errors import MeasureError
 from fullbatch._ir import Kind, Program, Task
+from fullbatch._memory._free import free_bytes
 from fullbatch._memory._measure import MemoryEvents, memory_events
 
 _KNOWN: dict[str, Found] = {}  # by `_keys`; for the life of the process
@@ -32,6 +33,9 @@ _Slot = tuple[int, int]
 _Todo = deque[tuple[Task, int]]
 NOT_RUN = "workspace unknown (could not be run alone): "
 """Begins the note of operators whose bytes are estimated, since they raised."""
+
+# Below so many bytes of results nobody is asked how much memory is free.
+_LARGE = 2**28
 
 ONCE = 0  # in place of the samples of a microbatch, for what runs or exists once a step
 
@@ -161,17 +165,19 @@ class Prober:
         return found
 
     def _run(self, key: str, task: Task, samples: int, metas: Sequence[Meta]) -> Found | None:
-        inputs = [meta.dummy() for meta in metas]
+        if self._beyond_memory(task, samples):
+            return None
         call = alone(task, self._program, samples)
         on_cuda, before, peak = self._device.type == "cuda", 0, 0
         try:
+            inputs = [meta.dummy() for meta in metas]
             if on_cuda:
                 torch.cuda.reset_peak_memory_stats(self._device)
                 before = torch.cuda.memory_allocated(self._device)
             begin = time.time_ns()
             results = call(*inputs)
             end = time.time_ns()
-        except Exception:  # an operator that refuses zeros, such as a Cholesky factor
+        except Exception:  # operands beyond all memory; an operator that refuses zeros, such as a Cholesky factor
             return None
         if on_cuda:
             peak = torch.cuda.max_memory_allocated(self._device) - before
@@ -180,6 +186,11 @@ class Prober:
         found = Found(peak, outcome(task, inputs, results))
         self._fresh[key] = found
         return found
+
+    def _beyond_memory(self, task: Task, samples: int) -> bool:
+        """Whether its results are more than is free: asked for, such memory may end the process."""
+        made = self._estimate(task, samples or self._program.batch).peak
+        return made > _LARGE and made > free_bytes(self._device)
 
     def _give_up(self, task: Task, samples: int) -> None:
         self._failed.add(task.origin.op)
