@@ -256,3 +256,29 @@ def test_the_loss_is_detached_and_the_step_may_be_the_last_use_of_the_batch() ->
     value = loss.item()
     step(batch)
     assert loss.item() == value, "a later call does not write into an earlier loss"
+
+
+def _penalty(slopes: Tensor) -> Tensor:
+    return (slopes.norm(dim=1) - 1).square().mean()
+
+
+def _by_autograd(model: Any, batch: Any) -> Tensor:
+    x = batch[0].clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return mse(model, batch) + _penalty(slopes)
+
+
+def _by_func(model: Any, batch: Any) -> Tensor:
+    return mse(model, batch) + _penalty(torch.func.grad(lambda x: model(x).sum())(batch[0]))
+
+
+def test_a_gradient_penalty_is_captured_from_torch_func_as_the_refusal_says() -> None:
+    model, batch = mlp(), pair()
+    with pytest.raises(fullbatch.CaptureError, match=r"torch\.func\.grad\(lambda x: model\(x\)\.sum\(\)\)\(x\)"):
+        make(_by_autograd, model, batch)
+    assert_like_plain(_by_func, copy.deepcopy(model), batch)
+    plain, penalised = copy.deepcopy(model), copy.deepcopy(model)
+    _by_autograd(plain, batch).backward()
+    make(_by_func, penalised, batch)(batch)
+    for p, q in zip(penalised.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)

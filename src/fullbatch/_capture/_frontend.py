@@ -340,12 +340,19 @@ def _advice(text: str) -> str:
         return "step(batch, scaler=scaler), and return the loss as it is from loss_fn"
     if "nonzero" in lowered or "dynamic shape" in lowered or "unbacked" in lowered:
         return _NO_SELECTION
+    if "torch.autograd.grad" in lowered:
+        return _NO_GRADIENT
     if _needs_data(text) or "item()" in lowered or "tolist()" in lowered:
         return _NO_NUMBER
     if "print" in lowered or "logger" in lowered or "logging" in lowered:
         return "move logging out of loss_fn, or return the value as aux: return loss, {'name': value}"
     return "move what is not tensor arithmetic out of loss_fn, and pass its result in the batch" + _OTHERWISE
 
+
+_NO_GRADIENT = (
+    "torch.func.grad(lambda x: model(x).sum())(x), which is captured and may be differentiated again; or "
+    "fullbatch.eager.Step with loss_fn(model, batch) -> (loss_sum, count)"
+)
 
 _OTHERWISE = (
     "; where the loss alone does this, fullbatch.Step((forward, loss), model, batch) runs it as it is; where the "
