@@ -57,13 +57,12 @@ class _Point:
 
 def _points(side: Side, sizes: list[int]) -> Iterator[_Point]:
     batch = side.program.batch
-    least = side.hold_all(batch).schedule.count_runs()
-    many = side.hold_all(sizes[-1]).schedule
-    more = (many.count_runs() - least) / max(len(many.samples) - 1, 1)  # runs of each further microbatch
+    least, many = side.hold_all(batch).launched, side.hold_all(sizes[-1])
+    more = (many.launched - least) / max(len(many.schedule.samples) - 1, 1)  # for each further microbatch
     largest = sizes[0]
     for size in sizes:
         count = -(-batch // largest)
-        yield _Point(size, largest, side.fixed(largest) + side.launch * (least + more * (count - 1)))
+        yield _Point(size, largest, side.fixed(largest) + least + more * (count - 1))
         largest = size - 1
 
 

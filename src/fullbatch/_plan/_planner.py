@@ -71,7 +71,7 @@ class Planner:
     def __init__(self, split: Side, whole: Side) -> None:
         self._split, self._whole = split, whole
         self._batch = whole.program.batch
-        self._plain = whole.work + whole.launch * whole.hold_all(self._batch).schedule.count_runs()
+        self._plain = whole.work + whole.hold_all(self._batch).launched
         self._bounds: dict[int, float] = {}
         self._least: dict[int | None, Choice] = {}
 

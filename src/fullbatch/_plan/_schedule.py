@@ -84,6 +84,15 @@ class Schedule:
         """How many times a task runs."""
         return self.count(Do.RUN)
 
+    def count_launches(self, program: Program) -> int:
+        """How many runs start an operator that makes something: a view is cut anew wherever that is convenient."""
+        by_id, many = program.by_id, len(self.samples) - 1
+
+        def launches(actions: Sequence[Action]) -> int:
+            return sum(1 for do, subject, _ in actions if do is Do.RUN and not by_id[subject].stores_nothing)
+
+        return sum(launches(p.once) + many * launches(p.body) + launches(p.last) for p in self.phases)
+
     def recomputes(self, program: Program) -> int:
         """How many runs of an operator repeat an earlier one; cutting a slice again is not one."""
         by_id = program.by_id

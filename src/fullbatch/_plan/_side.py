@@ -102,7 +102,12 @@ class Candidate:
     def time(self) -> float:
         """Operators run, in bytes moved, with what starting them costs."""
         side, more = self.side, len(self.schedule.samples) - 1
-        return side.work + self.again + side.shared * more + side.launch * self.schedule.count_runs()
+        return side.work + self.again + side.shared * more + self.launched
+
+    @property
+    def launched(self) -> float:
+        """What starting its operators costs."""
+        return self.side.launch * self.schedule.count_launches(self.side.program)
 
 
 def _shared(program: Program) -> int:
