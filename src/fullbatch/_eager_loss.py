@@ -254,7 +254,7 @@ class EagerLoss:
         given = [*(("one of the outputs", tensor) for tensor in begun), *leaves(call.batch), *call.read]
         versions = [_torch.version(tensor) for _, tensor in given]
         with call.written(changed), call.drawing():
-            with _torch.watched_backward(lambda of, by: _refuse_backward(of, by, inputs, [*call.read, *named(above)])):
+            with _torch.watched_backward(lambda of, by: _refuse_backward(of, by, inputs, [*call.read, *_named(above)])):
                 loss = yield from call.evaluate()
             _refuse_hooked_outputs(above)
             _refuse_changed(given, versions)
@@ -298,14 +298,14 @@ def checked(found: Any, who: str = PAIR) -> tuple[torch.Tensor, Any, bool]:
     return loss, aux, has_aux
 
 
-def named(above: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def _named(above: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """Outputs from which the forward computes other outputs, in words."""
     return [(f"an output of shape {tuple(tensor.shape)}, of which another output is made", tensor) for tensor in above]
 
 
 def _refuse_hooked_outputs(above: Sequence[torch.Tensor]) -> None:
     """A hook sees what comes from the loss: in plain PyTorch also what comes through the other outputs."""
-    hooked = [(name, tensor) for name, tensor in named(above) if _torch.gradient_hooks(tensor)]
+    hooked = [(name, tensor) for name, tensor in _named(above) if _torch.gradient_hooks(tensor)]
     if hooked:
         raise LossError(
             *(
@@ -330,15 +330,15 @@ def _refuse_backward(
     The autograd graph of the loss begins at the outputs of the forward: what lies before them cannot be reached.
     """
     before = {id(tensor): name for name, tensor in read}
-    by_name = dict.fromkeys(before[id(tensor)] for tensor in by or () if id(tensor) in before)
+    named = dict.fromkeys(before[id(tensor)] for tensor in by or () if id(tensor) in before)
     ours = {id(output) for output in outputs}
     through = not by and any(id(leaf) in ours for value in of for leaf in _torch.graph_leaves(value))
-    if by_name or through:
-        wrong = f"asks for the gradient by {', '.join(by_name)}" if by_name else "calls backward() on what it computed"
+    if named or through:
+        wrong = f"asks for the gradient by {', '.join(named)}" if named else "calls backward() on what it computed"
         raise LossError.of(
             f"The loss {wrong}: what lies before the outputs of the forward is not in its autograd graph.",
             expected="torch.autograd.grad by values of the loss, or by outputs of which no other output is made",
-            next="return the loss, and take such a gradient in plain PyTorch or inside of the forward",
+            next="return the loss, and take such a gradient in plain PyTorch",
         )  # fmt: skip
 
 

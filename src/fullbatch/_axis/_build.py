@@ -19,8 +19,9 @@ from fullbatch import _torch
 from fullbatch._axis import _expand
 from fullbatch._axis._kernels import filled, then_nothing
 from fullbatch._axis._node import NodeView, Operand, Partial, Placed, Strategy, scaled_shape
-from fullbatch._axis._operator import complete, fields, kernel, metas, repeated, template, used_outputs, whole_kernel
+from fullbatch._axis._operator import complete, fields, kernel, metas, template, used_outputs, whole_kernel
 from fullbatch._axis._origin import Origins
+from fullbatch._axis._repeats import MASK, repeats
 from fullbatch._axis._rules import RULES
 from fullbatch._axis._rules._pointwise import is_pointwise, pointwise
 from fullbatch._axis._strides import restride, same_view, within
@@ -411,7 +412,7 @@ class Builder:
             standing.append(stands)
         args, kwargs = template(node, view, strategy.patch)
         task = self.emit(Kind.LOCAL, fn, args, ids, outputs, kwargs, **fields(node))  # type: ignore[arg-type]
-        if "output_mask" in view.args:
+        if MASK in view.args:
             self.masked[task.id] = node
         for position, value, how in pending:
             standing[position] = self.reduce(value, forms[position], how)
@@ -553,16 +554,5 @@ def build(joint: Any, layouts: dict[int, Layout], batch: int, reslice_above: int
     tasks = prune(builder.tasks, outputs)
     alive = {task.id for task in tasks}
     coupled = [(task, why) for task, why in builder.coupled if task in alive]
-    again = _repeats(builder, tasks)
+    again = repeats(tasks, builder.masked, builder.values, len(builder.tasks))
     return Program(batch, builder.values, tasks, inputs, outputs, builder.full_batch, gradients, coupled, again)
-
-
-def _repeats(builder: Builder, tasks: Sequence[Task]) -> list[Task]:
-    """What may run in place of tasks that have run before: their slices alone, for sums are formed once."""
-    found: list[Task] = []
-    for task in tasks:
-        if task.id in builder.masked:
-            made = {at for at, out in enumerate(task.outputs) if out is not None and builder.values[out].layout}
-            less = repeated(builder.masked[task.id], task, made, len(builder.tasks) + len(found))
-            found += [less] if less is not None else []
-    return found

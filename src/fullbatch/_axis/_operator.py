@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import fx
 from fullbatch import _torch
 from fullbatch._axis._kernels import KERNELS, in_strides
 from fullbatch._axis._node import NodeView, Operand, Strategy
-from fullbatch._ir import Kernel, Ref, Task
+from fullbatch._ir import Ref
 
 _VIEWS = {
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice",
@@ -102,38 +100,17 @@ def fields(node: fx.Node) -> dict[str, Any]:
         "single": not isinstance(node.meta["val"], (list, tuple)),
         "random": torch.Tag.nondeterministic_seeded in target.tags and draws(node),  # type: ignore[union-attr]
         "view": packet in _VIEWS,
-        "flops": _flops(node),
+        "flops": flops(node),
     }
 
 
-def _flops(node: fx.Node, patch: Mapping[int, Any] | None = None) -> int:
+def flops(node: fx.Node, patch: Mapping[int, Any] | None = None) -> int:
     """Operations of `node`, with other arguments at the positions in `patch`."""
     given = [(patch or {}).get(at, arg) for at, arg in enumerate(node.args)]
     args, kwargs = _torch.tree_map(
         lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, (tuple(given), node.kwargs)
     )
     return _torch.flops_of(node.target, args, kwargs, node.meta["val"])
-
-
-def repeated(node: fx.Node, task: Task, slices: AbstractSet[int], ident: int) -> Task | None:
-    """What makes those outputs of `task` alone that are at the positions `slices`, if that is less work.
-
-    An operator that takes a mask of the outputs that are wanted can: the gradients of a convolution.
-    """
-    names = [argument.name for argument in _torch.schema(node.target).arguments]
-    if task.kernel is None or not slices or "output_mask" not in names[: len(task.kernel.args)]:
-        return None
-    at = names.index("output_mask")
-    mask = [wanted and position in slices for position, wanted in enumerate(task.kernel.args[at])]
-    flops = _flops(node, {at: mask})
-    if flops >= task.flops:
-        return None
-    args = (*task.kernel.args[:at], mask, *task.kernel.args[at + 1 :])
-    outputs = tuple(out if position in slices else None for position, out in enumerate(task.outputs))
-    return replace(
-        task, id=ident, outputs=outputs, kernel=Kernel(kernel(node), args, task.kernel.kwargs), flops=flops,
-        repeats=task.id,
-    )  # fmt: skip
 
 
 def draws(node: fx.Node) -> bool:
