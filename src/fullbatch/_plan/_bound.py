@@ -2,8 +2,9 @@
 
 The linear program of `_relaxed` bounds what must be run again for the room that is left to hold. How much that is
 depends on the microbatch: a large one has much at work at once, a small one reads the weights more often. So
-microbatches of each size have their own bound, and the least of them holds for all. It speaks of equal microbatches
-and of schedules that run the backward's operators for the first time in the graph's order, by estimates from shapes.
+microbatches of each size have their own bound, and the least of them holds for all. It speaks of microbatches of one
+size, the last of which may be smaller, of at most half the batch or all of it, and of schedules that run the backward's
+operators for the first time in the graph's order, by estimates from shapes.
 """
 
 from __future__ import annotations
@@ -73,13 +74,23 @@ def _again(side: Side, point: _Point, room: int) -> float:
     if side.across and size < side.program.batch:
         return side.problem(size).bound(_across(side, point, room, moments))
     profile = side.hold_all(size).profile
-    during = profile.during if size < side.program.batch else profile.whole
-    limits = [room - fixed for fixed in during]
+    beside = [float(room - first) for first in profile.whole]
+    if size < side.program.batch:
+        more = _second(side.program.batch, point)
+        beside = [min(first, more * (room - sums)) for first, sums in zip(beside, profile.during, strict=True)]
     found = [
-        Moment(segment, room - during[segment] - sum(storages.values()), frozenset(storages))
+        Moment(segment, beside[segment] - sum(storages.values()), frozenset(storages))
         for segment, some in moments.items() for storages in some
     ]  # fmt: skip
-    return side.problem(size).bound(limits, found)
+    return side.problem(size).bound(beside, found)
+
+
+def _second(batch: int, point: _Point) -> float:
+    """How much more than its own bytes a microbatch of `point.size` may take for those of the second to fit.
+
+    The second finds the sums of the first beside it; it is the smaller one where there are two and they are uneven.
+    """
+    return max(point.size / min(size, batch - size) for size in range(point.size, point.largest + 1))
 
 
 def _across(side: Side, point: _Point, room: int, moments: Mapping[int, list[dict[int, int]]]) -> list[float]:

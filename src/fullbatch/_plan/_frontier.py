@@ -33,7 +33,7 @@ _TRIES = 6
 class Point(NamedTuple):
     """One budget: bytes, samples a microbatch, and extra time as a share of the step's time.
 
-    `bound` is the least extra time, at this budget, of any schedule in equal microbatches that first runs
+    `bound` is the least extra time, at this budget, of any schedule in microbatches of one size that first runs
     operators in the graph's order.
     """
 

@@ -125,7 +125,7 @@ class Plan(Printed):
         table.add_row("held across stages", f"{self.held} values a microbatch")
         table.add_row("recomputed", f"{self.recomputed} runs of {self.runs}")
         limit = (
-            f"; no schedule of equal microbatches in the graph's order can take less than {self.bound:.1%}"
+            f"; no schedule in microbatches of one size and in the graph's order can take less than {self.bound:.1%}"
             if self.overhead > 0
             else ""
         )

@@ -121,6 +121,10 @@ class Planner:
     def _side(self, size: int) -> Side:
         return self._whole if size == self._batch else self._split
 
+    def _parts(self) -> list[int]:
+        """Sizes worth trying that split the batch, the largest first."""
+        return [size for size in microbatch_sizes(self._batch) if size < self._batch]
+
     # ---- search
 
     def _searches(
@@ -140,8 +144,7 @@ class Planner:
             yield self._fitting(self._whole, self._batch, room, deep)
 
     def _split_searches(self, room: int, fits: Sequence[_Found]) -> Iterator[list[Candidate]]:
-        sizes = [size for size in microbatch_sizes(self._batch) if size < self._batch]
-        split = self._split
+        sizes, split = self._parts(), self._split
         if not split.across:
             fitting, *smaller = _by_bisection(sizes, lambda size: split.hold_all(size).peak <= room)
             yield self._fitting(split, fitting, room)
@@ -175,21 +178,23 @@ class Planner:
         cost = side.costs(candidate.size, room)
         simulated = simulate(side.program, candidate.schedule, cost)
         overhead = max(0.0, candidate.time / self._plain - 1)
-        bound = 0.0 if room is None or overhead <= _CLOSE else min(overhead, self._bound(room))
+        bound = 0.0 if room is None or overhead <= _CLOSE else min(overhead, self._bound(room, candidate.size))
         return Choice(
             side.program, side.stages, candidate.schedule, simulated, candidate.size, cost is not side.estimate,
             overhead, bound, side is self._whole,
         )  # fmt: skip
 
-    def _bound(self, room: int) -> float:
-        """The least overhead that this room allows, in either program."""
+    def _bound(self, room: int, size: int) -> float:
+        """The least overhead that this room allows, in either program, also with microbatches of `size`."""
         if room not in self._bounds:
             least = least_time(self._whole, [self._batch], room)
             if self._batch > 1:
-                sizes = [size for size in microbatch_sizes(self._batch) if size < self._batch]
-                least = min(least, least_time(self._split, sizes, room))
-            self._bounds[room] = max(0.0, least / self._plain - 1)
-        return self._bounds[room]
+                least = min(least, least_time(self._split, self._parts(), room))
+            self._bounds[room] = least
+        least = self._bounds[room]
+        if 2 * size > self._batch + 1 and size < self._batch:  # a user's: larger than any that is tried here
+            least = min(least, least_with(self._split, size, room))
+        return max(0.0, least / self._plain - 1)
 
     # ---- what does not fit
 
