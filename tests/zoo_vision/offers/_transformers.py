@@ -1,4 +1,4 @@
-"""transformers: detectors of the family of DETR, on a small ResNet of its own or of timm, which its zoo has not.
+"""transformers: detectors of the family of DETR, on a small backbone of its own or of timm, which its zoo has not.
 
 Each with the distance of its outputs, and with its own loss, which matches queries to boxes by the data. In train mode
 their encoders look at whether all numbers are finite.
@@ -18,7 +18,9 @@ from ..models import BATCH, Inputs, Offer, images
 CLASSES = 4
 OWN = "+own-loss"
 
-DETECTORS = ("ConditionalDetr", "DabDetr", "DeformableDetr", "Detr", "TableTransformer")
+DETECTORS = (
+    "ConditionalDetr", "DabDetr", "DeformableDetr", "Detr", "LwDetr", "RTDetr", "RTDetrV2", "TableTransformer",
+)  # fmt: skip
 ON_TIMM = "Detr-on-timm-resnet10t"
 
 
@@ -41,20 +43,62 @@ def _detector(name: str) -> nn.Module:
 
     kind, _, timm = name.partition("-on-timm-")
     options: dict[str, Any] = {
-        "d_model": 32, "hidden_size": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_queries": 6,
-        "num_labels": CLASSES, "auxiliary_loss": True, "dropout": 0.0, "attention_dropout": 0.0,
-        "activation_dropout": 0.0,
+        "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "num_queries": 6, "num_labels": CLASSES,
+        "auxiliary_loss": True, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
     }  # fmt: skip
-    if timm:
-        options["backbone_config"] = transformers.TimmBackboneConfig(backbone=timm, out_indices=[4])
+    if kind == "LwDetr":
+        options |= _of_lw_detr()
+    elif kind.startswith("RTDetr"):
+        options |= _of_rt_detr()
     else:
-        options["backbone_config"] = transformers.ResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], layer_type="basic",
-            out_features=["stage2", "stage3", "stage4"] if kind == "DeformableDetr" else ["stage4"],
-        )  # fmt: skip
+        options |= {
+            "hidden_size": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 48,
+        }  # fmt: skip
+        options["backbone_config"] = _backbone(kind, timm)
     config = getattr(transformers, f"{kind}Config")(**options)
     return getattr(transformers, f"{kind}ForObjectDetection")(config)  # type: ignore[no-any-return]
+
+
+def _backbone(kind: str, timm: str) -> Any:
+    import transformers
+
+    if timm:
+        return transformers.TimmBackboneConfig(backbone=timm, out_indices=[4])
+    return transformers.ResNetConfig(
+        **_RESNET, out_features=["stage2", "stage3", "stage4"] if kind == "DeformableDetr" else ["stage4"]
+    )
+
+
+_RESNET: dict[str, Any] = {
+    "embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "layer_type": "basic",
+}  # fmt: skip
+
+
+def _of_rt_detr() -> dict[str, Any]:
+    """BatchNorm in train mode, and no denoising queries: their boxes are random."""
+    import transformers
+
+    return {
+        "backbone_config": transformers.RTDetrResNetConfig(**_RESNET, out_features=["stage2", "stage3", "stage4"]),
+        "freeze_backbone_batch_norms": False, "encoder_hidden_dim": 32, "encoder_in_channels": [16, 24, 32],
+        "encoder_layers": 1, "encoder_ffn_dim": 48, "encoder_attention_heads": 2, "hidden_expansion": 1.0,
+        "decoder_in_channels": [32, 32, 32], "decoder_attention_heads": 2, "num_denoising": 0,
+    }  # fmt: skip
+
+
+def _of_lw_detr() -> dict[str, Any]:
+    """A ViT whose first and last layer attend within windows, and two groups of queries."""
+    import transformers
+
+    vit = transformers.LwDetrViTConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48, image_size=64,
+        pretrain_image_size=64, patch_size=16, num_windows=4, window_block_indices=[0, 2], out_indices=[1, 3],
+    )  # fmt: skip
+    return {
+        "backbone_config": vit, "projector_scale_factors": [1.0], "hidden_expansion": 0.5, "group_detr": 2,
+        "decoder_self_attention_heads": 2, "decoder_cross_attention_heads": 2,
+    }  # fmt: skip
 
 
 def _with_boxes() -> Inputs:
