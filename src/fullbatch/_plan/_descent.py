@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from fullbatch._plan._polish import Gap, Held, Polish
+from fullbatch._plan._gaps import Gap
+from fullbatch._plan._polish import Held, Polish
 
 # What a share of the room too much weighs against a share of the step's time: more than any recomputation.
 _OVER = 30.0

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-
+from fullbatch._plan._gaps import Gap, Offered, pay
 from fullbatch._plan._needs import Needs
 from fullbatch._plan._relaxed import HoldingProblem
 
@@ -29,18 +27,7 @@ _WISHES = 200
 _IN_VAIN = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """`value` into the segments from `first` to `last`; `worth`: what holding it there saves."""
-
-    value: int
-    first: int
-    last: int
-    worth: float
-
-
-_Offered = dict[int, dict[int, Gap]]  # by segment and value; a gap is in each of its segments
-_State = tuple[list[frozenset[int]], list[Needs], list[float], _Offered]
+_State = tuple[list[frozenset[int]], list[Needs], list[float], Offered]
 
 
 class Polish:
@@ -56,7 +43,7 @@ class Polish:
         self._needs = [Needs(self._reduced, t, values) for t, values in enumerate(self._held)]
         self._slack = [0.0] * len(held)
         self._trials = 0
-        self._offered: _Offered = {}  # as long as nothing changes: most tries change nothing
+        self._offered = Offered()
         self._changed: set[int] | None = None  # segments where something did; None: not noted, so perhaps everywhere
         self._follow(0, len(held))
 
@@ -156,23 +143,42 @@ class Polish:
     def offers(self, segments: Iterable[int], wanted: int = -1) -> list[Gap]:
         """Gaps that are held into one of `segments`, with what letting them go costs."""
         found: list[Gap] = []
-        before = -2
+        before, apart = -2, False
         for segment in segments:
-            there = self._offered.setdefault(segment, {})
-            values = self._held[segment]
-            if segment == before + 1:  # other gaps than those that came through the segment before
-                values = values - (self._held[before] - self._needs[before].readers.keys())
-            found += [there.get(value) or self._offer(value, segment) for value in values if value != wanted]
+            if segment == before + 1:
+                found += self._coming(segment)
+            else:
+                apart = apart or bool(found)
+                found += self._into(segment)
             before = segment
-        found = list({id(gap): gap for gap in found}.values())
+        if apart:  # one gap may be in several of them
+            found = list({id(gap): gap for gap in found}.values())
+        if wanted >= 0:
+            found = [gap for gap in found if gap.value != wanted]
         self._trials -= len(found)
         return found
+
+    def _into(self, segment: int) -> list[Gap]:
+        if segment not in self._offered.held:
+            self._offered.held[segment] = self._offers(self._held[segment], segment)
+        return self._offered.held[segment]
+
+    def _coming(self, segment: int) -> list[Gap]:
+        """Other gaps into `segment` than those that come through the segment before."""
+        if segment not in self._offered.coming:
+            through = self._held[segment - 1] - self._needs[segment - 1].readers.keys()
+            self._offered.coming[segment] = self._offers(self._held[segment] - through, segment)
+        return self._offered.coming[segment]
+
+    def _offers(self, values: Iterable[int], segment: int) -> list[Gap]:
+        there = self._offered.gaps.setdefault(segment, {})
+        return [there.get(value) or self._offer(value, segment) for value in values]
 
     def _offer(self, value: int, segment: int) -> Gap:
         first, last = self._gap_around(value, segment)
         gap = Gap(value, first, last, self._needs[last].lost(value))
         for at in range(first, last + 1):
-            self._offered.setdefault(at, {})[value] = gap
+            self._offered.gaps.setdefault(at, {})[value] = gap
         return gap
 
     def _gap_around(self, value: int, segment: int) -> tuple[int, int]:
@@ -195,30 +201,11 @@ class Polish:
         size = self._scale * self._reduced.sizes[gap.value]
         span = range(gap.first, gap.last + 1)
         lacking = {t: size - self._slack[t] for t in span if self._slack[t] < size}
-        given = self._payment(self.offers(list(lacking), gap.value), lacking, 0.999 * worth) if lacking else []
+        given: list[Gap] | None = []
+        if lacking:
+            offers = self.offers(list(lacking), gap.value)
+            given = pay(offers, lacking, 0.999 * worth, self._reduced.sizes, self._scale)
         return given is not None and self._exchange(gap, given)
-
-    def _payment(self, offers: Sequence[Gap], lacking: dict[int, float], most: float) -> list[Gap] | None:
-        """Offers that give what lacks, the cheapest for what it gives first; None where they cost more than `most`."""
-        if not offers:
-            return None
-        sizes, scale = self._reduced.sizes, self._scale
-        rows = np.array([(o.first, o.last, o.worth, scale * sizes[o.value]) for o in offers])
-        first, last, worth = rows[:, :1], rows[:, 1:2], rows[:, 2].copy()
-        at, need = np.array(list(lacking)), np.array(list(lacking.values()))
-        gives = rows[:, 3:] * ((first <= at) & (at <= last))
-        given: list[Gap] = []
-        while need.any():
-            helps = np.minimum(gives, need).sum(axis=1)
-            rates = np.where((helps > 0) & (worth < most), worth / np.maximum(helps, 1e-9), np.inf)
-            best = int(rates.argmin())
-            if rates[best] * need.sum() > most:  # no byte of what lacks comes cheaper
-                return None
-            given.append(offers[best])
-            most -= float(worth[best])
-            worth[best] = np.inf
-            need = np.maximum(need - gives[best], 0.0)
-        return given
 
     def _helps(self, offer: Gap, lacking: dict[int, float]) -> float:
         """Bytes of what lacks that letting go of `offer` gives."""
@@ -245,7 +232,7 @@ class Polish:
         self._held, self._needs, self._slack, self._offered = state
 
     def _set(self, gap: Gap, on: bool) -> None:
-        self._offered = {}
+        self._offered = Offered()
         if self._changed is not None:
             self._changed.update(range(gap.first, gap.last + 1))
         for segment in range(gap.first, gap.last + 1):
@@ -254,7 +241,7 @@ class Polish:
 
     def _follow(self, first: int, last: int) -> None:
         """Finds again what runs from segment `first` on. What was made for another's sake only may be gone with it."""
-        self._offered = {}
+        self._offered = Offered()
         for segment in range(first, len(self._held)):
             held = self._held[segment]
             if segment:
