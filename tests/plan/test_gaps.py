@@ -67,3 +67,13 @@ def test_it_is_what_trying_each_finds(seed: int) -> None:
         assert pay(offers, lacking, most, SIZES, scale) == expected
         paid += expected is not None
     assert paid > 5
+
+
+def test_of_equals_the_first_is_let_go() -> None:
+    """Blocks of a network are alike; which of them goes is not left to rounding."""
+    dice = random.Random(0)
+    for _ in range(500):
+        worth, need = dice.uniform(0.1, 5.0), dice.uniform(0.1, 3.0)
+        offers = [_gap(value, 1, 2, worth) for value in (0, 0, 0)]
+        (given,) = pay(offers, {1: need, 2: need}, 6.0, SIZES, 1.0) or [None]
+        assert given is offers[0]

@@ -65,6 +65,6 @@ def _cheapest(
         freed = scale * sizes[offer.value]
         if worth <= rate * freed * (end - begin):
             helps = sum([need if need < freed else freed for need in needs[begin - low : end - low]])
-            if worth < rate * helps or (best is None and helps > 0 and worth <= rate * helps):
+            if helps > 0 and (worth / helps < rate or (best is None and worth / helps <= rate)):
                 best, rate = offer, worth / helps
     return best
