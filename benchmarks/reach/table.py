@@ -36,7 +36,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(
             line([
                 f"`{result['model']}`", f"{result['cap'] / 1e6:,.0f}", *(_batch(rows.get(way)) for way in WAYS),
-                f"{ours['batch'] / plain['batch']:.0f} x", f"{ours['slower']:.2f}", _bound(ours),
+                f"{ours['batch'] / plain['batch']:.3g} x", f"{ours['slower']:.2f}", _bound(ours),
             ])
         )  # fmt: skip
     return lines
