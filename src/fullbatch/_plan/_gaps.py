@@ -17,7 +17,7 @@ class Gap(NamedTuple):
 
 
 class Offered:
-    """Gaps that may be let go, as long as nothing changes: most tries change nothing."""
+    """What `Polish` knows of gaps that may be let go, until something changes: most tries change nothing."""
 
     __slots__ = ("coming", "gaps", "held")
 
@@ -36,7 +36,7 @@ def pay(
     """
     given: list[Gap] = []
     while lacking:
-        best = _cheapest(offers, lacking, most, sizes, scale)
+        best = cheapest(offers, lacking, most, sizes, scale)
         if best is None:
             return None
         offers = [offer for offer in offers if offer is not best]
@@ -48,7 +48,7 @@ def pay(
     return given
 
 
-def _cheapest(
+def cheapest(
     offers: Sequence[Gap], lacking: dict[int, float], most: float, sizes: Mapping[int, int], scale: float
 ) -> Gap | None:
     """What is cheapest for what it gives; None where all that lacks costs more than `most` at that rate."""

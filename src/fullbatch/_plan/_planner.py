@@ -72,7 +72,7 @@ class Planner:
         self._split, self._whole = split, whole
         self._batch = whole.program.batch
         self._plain = whole.work + whole.hold_all(self._batch).launched
-        self._bounds: dict[int, float] = {}
+        self._bounds: dict[tuple[int, int], float] = {}
         self._least: dict[int | None, Choice] = {}
 
     def choose(self, room: int | None, microbatch: int | None, owned: int) -> Choice:
@@ -186,15 +186,15 @@ class Planner:
 
     def _bound(self, room: int, size: int) -> float:
         """The least overhead that this room allows, in either program, also with microbatches of `size`."""
-        if room not in self._bounds:
+        parts = self._parts()
+        known = not parts or size <= parts[0] or size == self._batch  # else a user's: larger than any that is tried
+        key = room, 0 if known else size
+        if key not in self._bounds:
             least = least_time(self._whole, [self._batch], room)
-            if self._batch > 1:
-                least = min(least, least_time(self._split, self._parts(), room))
-            self._bounds[room] = least
-        least = self._bounds[room]
-        if 2 * size > self._batch + 1 and size < self._batch:  # a user's: larger than any that is tried here
-            least = min(least, least_with(self._split, size, room))
-        return max(0.0, least / self._plain - 1)
+            least = min(least, least_time(self._split, parts, room)) if parts else least
+            least = least if known else min(least, least_with(self._split, size, room))
+            self._bounds[key] = max(0.0, least / self._plain - 1)
+        return self._bounds[key]
 
     # ---- what does not fit
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from math import inf
 
-from fullbatch._plan._gaps import Gap, Offered, pay
+from fullbatch._plan._gaps import Gap, Offered, cheapest, pay
 from fullbatch._plan._needs import Needs
 from fullbatch._plan._relaxed import HoldingProblem
 
@@ -25,7 +26,6 @@ _WISHES = 200
 
 # A search that has been at every place so often for nothing ends: a small step has no more to find.
 _IN_VAIN = 6
-
 
 _State = tuple[list[frozenset[int]], list[Needs], list[float], Offered]
 
@@ -62,10 +62,9 @@ class Polish:
         self._slack = [slack + new - old for slack, new, old in zip(self._slack, limits, self._limits, strict=True)]
         self._limits = list(limits)
         while lacking := {t: -slack for t, slack in enumerate(self._slack) if t and slack < 0}:
-            offers = self.offers(lacking)
-            if not offers:
+            offer = cheapest(self.offers(lacking), lacking, inf, self._reduced.sizes, self._scale)
+            if offer is None:
                 return False
-            offer = min(offers, key=lambda o: o.worth / self._helps(o, lacking))
             self._set(offer, False)
             self._follow(offer.first, offer.last)
         return True
@@ -201,16 +200,9 @@ class Polish:
         size = self._scale * self._reduced.sizes[gap.value]
         span = range(gap.first, gap.last + 1)
         lacking = {t: size - self._slack[t] for t in span if self._slack[t] < size}
-        given: list[Gap] | None = []
-        if lacking:
-            offers = self.offers(list(lacking), gap.value)
-            given = pay(offers, lacking, 0.999 * worth, self._reduced.sizes, self._scale)
+        offers = self.offers(list(lacking), gap.value)
+        given = pay(offers, lacking, 0.999 * worth, self._reduced.sizes, self._scale)
         return given is not None and self._exchange(gap, given)
-
-    def _helps(self, offer: Gap, lacking: dict[int, float]) -> float:
-        """Bytes of what lacks that letting go of `offer` gives."""
-        freed = self._scale * self._reduced.sizes[offer.value]
-        return sum(min(freed, need) for t, need in lacking.items() if offer.first <= t <= offer.last)
 
     def _exchange(self, gap: Gap, given: Sequence[Gap]) -> bool:
         """Makes the change and keeps it if it saves work as a whole."""

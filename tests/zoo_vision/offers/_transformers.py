@@ -1,7 +1,7 @@
 """transformers: detectors of the family of DETR, on a small backbone of its own or of timm, which its zoo has not.
 
 Each with the distance of its outputs, and with its own loss, which matches queries to boxes by the data. In train mode
-their encoders look at whether all numbers are finite.
+the encoders of most look at whether all numbers are finite.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ DETECTORS = (
     "ConditionalDetr", "DabDetr", "DeformableDetr", "Detr", "LwDetr", "RTDetr", "RTDetrV2", "TableTransformer",
 )  # fmt: skip
 ON_TIMM = "Detr-on-timm-resnet10t"
+
+_RESNET: dict[str, Any] = {
+    "embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "layer_type": "basic",
+}  # fmt: skip
 
 
 def names() -> list[str]:
@@ -68,11 +72,6 @@ def _backbone(kind: str, timm: str) -> Any:
     return transformers.ResNetConfig(
         **_RESNET, out_features=["stage2", "stage3", "stage4"] if kind == "DeformableDetr" else ["stage4"]
     )
-
-
-_RESNET: dict[str, Any] = {
-    "embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "layer_type": "basic",
-}  # fmt: skip
 
 
 def _of_rt_detr() -> dict[str, Any]:
