@@ -8,8 +8,8 @@ from torch import nn
 
 from cases.watched import Watched
 from fullbatch._plan._bound import least_time
-from fullbatch._plan._planner import microbatch_sizes
 from fullbatch._plan._simulate import simulate
+from fullbatch._plan._sizes import microbatch_sizes
 
 
 def _step(norm: type[nn.Module] | None, batch: int = 12, *tokens: int) -> Watched:

@@ -13,9 +13,9 @@ import fullbatch
 from cases import all_cases
 from cases.reference import grads_of, modules
 from cases.watched import Watched
-from fullbatch._plan._planner import microbatch_sizes
 from fullbatch._plan._polish import Polish
 from fullbatch._plan._schedule import Do, microbatches
+from fullbatch._plan._sizes import microbatch_sizes
 
 
 def _built(name: str) -> Any:

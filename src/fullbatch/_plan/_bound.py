@@ -29,22 +29,23 @@ def least_time(side: Side, sizes: list[int], room: int) -> float:
 
     Infinite where none fits.
     """
-    points = list(_points(side, sizes))
-    every = _Point(sizes[-1], sizes[0], 0.0)
-    best, most = float("inf"), None
-    for point in points:
-        if best < float("inf"):
-            most = _again(side, every, room) if most is None else most
-            if point.fixed + most >= best:
-                break
-        best = min(best, point.fixed + _again(side, point, room))
+    asked = [_Asked.of(side, point, room) for point in _points(side, sizes)]
+    every, best = 0.0, float("inf")
+    while asked:
+        next_one = min(asked, key=lambda one: one.floor(side))
+        asked.remove(next_one)
+        if best < float("inf") and not every and not side.across:
+            every = _Asked.of(side, _Point(sizes[-1], sizes[0], 0.0), room).least(side)
+        if max(next_one.floor(side), next_one.point.fixed + every) >= best:
+            break
+        best = min(best, next_one.least(side))
     return best
 
 
 def least_with(side: Side, size: int, room: int) -> float:
     """The least time with microbatches of `size`."""
     (point,) = _points(side, [size])
-    return point.fixed + _again(side, point, room)
+    return _Asked.of(side, point, room).least(side)
 
 
 @dataclass(frozen=True)
@@ -67,22 +68,38 @@ def _points(side: Side, sizes: list[int]) -> Iterator[_Point]:
         largest = size - 1
 
 
-def _again(side: Side, point: _Point, room: int) -> float:
-    """The least cost of what microbatches of any of these sizes run again: the smallest have the least at work."""
-    size = point.size
-    moments = _moments(side, size)
-    if side.across and size < side.program.batch:
-        return side.problem(size).bound(_across(side, point, room, moments))
-    profile = side.hold_all(size).profile
-    beside = [float(room - first) for first in profile.whole]
-    if size < side.program.batch:
-        more = _second(side.program.batch, point)
-        beside = [min(first, more * (room - sums)) for first, sums in zip(beside, profile.during, strict=True)]
-    found = [
-        Moment(segment, beside[segment] - sum(storages.values()), frozenset(storages))
-        for segment, some in moments.items() for storages in some
-    ]  # fmt: skip
-    return side.problem(size).bound(beside, found)
+@dataclass(frozen=True)
+class _Asked:
+    """The room that microbatches of these sizes have: the smallest have the least at work."""
+
+    point: _Point
+    room: list[float]
+    moments: list[Moment]
+
+    @classmethod
+    def of(cls, side: Side, point: _Point, room: int) -> _Asked:
+        batch, size = side.program.batch, point.size
+        moments = _moments(side, size)
+        if side.across and size < batch:
+            return cls(point, _across(side, point, room, moments), [])
+        profile = side.hold_all(size).profile
+        beside = [float(room - first) for first in profile.whole]
+        if size < batch:
+            more = _second(batch, point)
+            beside = [min(first, more * (room - sums)) for first, sums in zip(beside, profile.during, strict=True)]
+        found = [
+            Moment(segment, beside[segment] - sum(storages.values()), frozenset(storages))
+            for segment, some in moments.items() for storages in some
+        ]  # fmt: skip
+        return cls(point, beside, found)
+
+    def floor(self, side: Side) -> float:
+        """What `least` is at least, by what was solved before."""
+        return self.point.fixed + side.problem(self.point.size).floor(self.room)
+
+    def least(self, side: Side) -> float:
+        """The least time: with the least cost of what they run again."""
+        return self.point.fixed + side.problem(self.point.size).bound(self.room, self.moments)
 
 
 def _second(batch: int, point: _Point) -> float:

@@ -7,16 +7,19 @@ to the whole batch, has only its own operators to run again. The plan that is fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from math import inf
 
+from fullbatch._cost._costs import Coster
 from fullbatch._errors import BudgetError, Fault
 from fullbatch._ir import Kind, Program, Task
 from fullbatch._plan._bound import least_time, least_with
 from fullbatch._plan._schedule import Schedule
 from fullbatch._plan._side import BETTER, Candidate, Side
 from fullbatch._plan._simulate import Simulated, simulate
+from fullbatch._plan._sizes import by_bisection, by_outlook, microbatch_sizes
 from fullbatch._plan._stages import Stages
 from fullbatch._plan._storages import Storages
 from fullbatch._size import format_bytes
@@ -38,6 +41,9 @@ _SMALL = 600
 
 # A plan within this share of the least time that any could take is not searched further.
 _CLOSE = 0.02
+
+# A size of microbatch whose plan takes longer than the best by more than this share of the latter's gap is left alone.
+_WORTH = 0.1
 
 # One that is further from it than this is searched with more patience.
 _FAR = 0.1
@@ -132,21 +138,21 @@ class Planner:
     ) -> Iterator[list[Candidate]]:
         """Candidates of one program at one size, the most promising first, search by search. `fits`: found so far."""
         if microbatch is not None:
-            yield self._fitting(self._side(microbatch), microbatch, room, deep)
+            yield self._fitting(self._side(microbatch), microbatch, room, deep=deep)
             return
         whole = self._whole.hold_all(self._batch)
         if whole.peak <= room:
             cost = self._whole.costs(self._batch, room)
             yield [self._whole.hold_all(self._batch, cost)]
         if self._batch > 1:
-            yield from self._split_searches(room, fits)
+            yield from self._split_searches(room, fits, deep)
         if self._batch < _FEW or not fits:
-            yield self._fitting(self._whole, self._batch, room, deep)
+            yield self._fitting(self._whole, self._batch, room, deep=deep)
 
-    def _split_searches(self, room: int, fits: Sequence[_Found]) -> Iterator[list[Candidate]]:
+    def _split_searches(self, room: int, fits: Sequence[_Found], deep: bool) -> Iterator[list[Candidate]]:
         sizes, split = self._parts(), self._split
         if not split.across:
-            fitting, *smaller = _by_bisection(sizes, lambda size: split.hold_all(size).peak <= room)
+            fitting, *smaller = by_bisection(sizes, lambda size: split.hold_all(size).peak <= room)
             yield self._fitting(split, fitting, room)
             # Larger ones, with something run again, read the weights less often; none fits where the smallest does not.
             for size in reversed(sizes[: sizes.index(fitting)]):
@@ -157,21 +163,62 @@ class Planner:
             for size in smaller:
                 yield self._fitting(split, size, room)
             return
-        # A smaller microbatch has less at work and leaves more to hold, but reads the weights more often.
-        outlook: dict[int, float] = {}
-        for size in sizes:
-            near = sorted(outlook.values())[: _SIZES + 1]
-            if len(near) > _SIZES and split.fixed(size) > near[-1]:
-                break  # nor do smaller ones come before these
-            outlook[size] = split.outlook(size, room)
-        for size in sorted(sizes, key=lambda size: (outlook.get(size, inf), size if size in outlook else -size)):
+        yield from self._searches_across(room, fits, deep)
+
+    def _searches_across(self, room: int, fits: Sequence[_Found], deep: bool) -> Iterator[list[Candidate]]:
+        """Where something is held for all microbatches: a few sizes, compared before any but one is measured."""
+        if deep:
+            yield from self._compared(by_outlook(self._split, self._parts(), room), room, fits)
+        if fits:
+            return
+        for size in by_outlook(self._split, self._parts(), room):
             if len({candidate.size for candidate, _ in fits}) >= _SIZES:
                 return
-            yield self._fitting(split, size, room)
+            yield self._fitting(self._split, size, room, deep=deep)
 
-    def _fitting(self, side: Side, size: int, room: int, deep: bool = True) -> list[Candidate]:
+    def _compared(self, order: Iterator[int], room: int, fits: Sequence[_Found]) -> Iterator[list[Candidate]]:
+        """The first size, where that may be enough; else the best by costs in proportion to those of the smallest."""
+        split, first = self._split, next(order)
+        if self._is_close(self._fitting(split, first, room, split.estimate)[0], room):
+            yield self._fitting(split, first, room)
+        sizes = [first, *islice(order, _SIZES - 1)]
+        cost = split.in_proportion(min(sizes), room)
+        if cost is None:
+            return
+        for tried in self._trials(chain(sizes, order), room, fits, cost):
+            best = min((choice for _, choice in fits), key=lambda choice: choice.overhead, default=None)
+            if best and tried[0].time / self._plain - 1 > best.overhead + _WORTH * (best.overhead - best.bound):
+                return
+            yield tried
+            if not any(candidate.size == tried[0].size for candidate, _ in fits):
+                yield self._fitting(split, tried[0].size, room)
+
+    def _trials(self, sizes: Iterable[int], room: int, fits: Sequence[_Found], cost: Coster) -> list[list[Candidate]]:
+        """Candidates that fit by `cost`, of a few sizes, until another brings nothing; the fastest size first."""
+        times = [candidate.time for candidate, _ in fits]
+        found: list[list[Candidate]] = []
+        for size in sizes:
+            if any(candidate.size == size for candidate, _ in fits):
+                continue
+            tried = self._fitting(self._split, size, room, cost)
+            if tried[0].peak <= room:
+                found.append(tried)
+                if len(found) == _SIZES or tried[0].time > min(times, default=inf) - BETTER * self._plain:
+                    break
+                times.append(tried[0].time)
+        return sorted(found, key=lambda tried: tried[0].time)
+
+    def _is_close(self, candidate: Candidate, room: int) -> bool:
+        """Whether it fits, and hardly anything can be faster."""
+        far = candidate.time / self._plain - 1 - _CLOSE
+        return candidate.peak <= room and (far <= 0 or far <= self._bound(room, candidate.size))
+
+    def _fitting(
+        self, side: Side, size: int, room: int, cost: Coster | None = None, deep: bool = True
+    ) -> list[Candidate]:
         """The fastest candidates that fit by the costs they were planned with; else the one with least peak."""
-        return _likely(side.fit(size, room, side.costs(size, room), hurried=not deep), room)
+        cost = cost or side.costs(size, room)
+        return _likely(side.fit(size, room, cost, hurried=not deep), room)
 
     def _exact(self, candidate: Candidate, room: int | None) -> Choice:
         side = candidate.side
@@ -267,24 +314,3 @@ def _best_by_size(found: Sequence[_Found]) -> list[tuple[Candidate, bool]]:
         if gap > _CLOSE:
             best.setdefault((candidate.size, choice.whole), (candidate, gap > _FAR))
     return list(best.values())
-
-
-def _by_bisection(sizes: list[int], fits: Callable[[int], bool]) -> list[int]:
-    """The largest size that fits, the next smaller one, and the smallest. Sizes fall."""
-    low, high = 0, len(sizes) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if fits(sizes[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return list(dict.fromkeys([sizes[low], sizes[min(low + 1, len(sizes) - 1)], sizes[-1]]))
-
-
-def microbatch_sizes(batch: int) -> list[int]:
-    """Sizes worth trying, largest first: the batch in 1, 2, 3, 4, 6, 8, ... equal microbatches."""
-    counts, count = [], 1
-    while count < batch:
-        counts.append(count)
-        count = count + 1 if count < 4 else count * 3 // 2 if count & (count - 1) == 0 else count * 4 // 3
-    return list(dict.fromkeys([-(-batch // count) for count in counts] + [1]))

@@ -12,6 +12,7 @@ again after each decision was tried and gained little; what `_polish` does after
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ _Array = npt.NDArray[np.float64]
 
 # Values of which the relaxation holds less than this share are not held.
 _LITTLE = 0.05
+
+# Solved programs of which the prices are kept.
+_PRICES = 50
 
 _INFEASIBLE = 2  # a status of scipy.optimize.linprog
 
@@ -72,6 +76,7 @@ class HoldingProblem:
         self._costs = np.array(costs)
         self.unit = float(self._costs.max(initial=0.0)) or 1.0
         self._bytes = max(float(sum(reduced.sizes.values())) * scale, 1.0)
+        self._prices: deque[_Array] = deque(maxlen=_PRICES)  # of all rows, by programs that were solved, of any shares
         self._rows()
 
     def at(self, scale: float, again: float) -> HoldingProblem:
@@ -141,14 +146,25 @@ class HoldingProblem:
         """The least cost of what is run again, where `room[t]` bytes may be held into segment t; inf: not possible."""
         if min((*room[1:], *(moment.free for moment in moments)), default=0.0) < 0:
             return float("inf")
-        return self._least_cost(room, bounding=True, moments=moments)
+        return self._cost_of(self._solve(room, bounding=True, moments=moments))
 
     def outlook(self, room: Sequence[float]) -> float:
         """The same where all that is run again in a segment takes its room at once."""
-        return self._least_cost(room, bounding=False)
+        return self._cost_of(self._solve(room))
 
-    def _least_cost(self, room: Sequence[float], bounding: bool, moments: Sequence[Moment] = ()) -> float:
-        found = self._solve(room, bounding, moments)
+    def floor(self, room: Sequence[float], bounding: bool = True) -> float:
+        """What `bound`, or `outlook`, is at least: by duality, with the prices of rows from what was solved before."""
+        if min(room[1:], default=0.0) < 0:
+            return float("inf")
+        if not self._prices:
+            return 0.0
+        costs, matrix, least = self.program(room, bounding)
+        prices = np.array(self._prices)
+        # At these prices each variable, from 0 to 1, is as good as it gets by itself.
+        left = np.minimum(costs - prices @ matrix, 0.0)
+        return max(0.0, self.unit * float((prices @ least + left.sum(axis=1)).max()))
+
+    def _cost_of(self, found: _Array | None) -> float:
         return float("inf") if found is None else float(self._costs @ found[: len(self._costs)])
 
     def _solve(self, room: Sequence[float], bounding: bool = False, moments: Sequence[Moment] = ()) -> _Array | None:
@@ -160,21 +176,26 @@ class HoldingProblem:
         found = linprog(costs, A_ub=-matrix, b_ub=-least + 1e-9, bounds=(0, 1), method="highs-ds")
         if found.x is None and found.status != _INFEASIBLE:
             return np.zeros(len(costs))  # nothing is known, which bounds nothing
+        if found.x is not None and not moments:
+            self._prices.append(np.maximum(-np.asarray(found.ineqlin.marginals), 0.0))
         return None if found.x is None else np.asarray(found.x)
+
+    def _rights(self, room: Sequence[float]) -> _Array:
+        """The right hand side of all rows."""
+        least = self._least.copy()
+        # The solver takes no infinity; twice of all that there is to hold is as good.
+        least[self._memory :] = -np.minimum(room[1:], 2 * self._bytes) / self._bytes
+        return least
 
     def program(self, room: Sequence[float], bounding: bool = False) -> tuple[_Array, csr_array, _Array]:
         """Costs c, rows A and least b: least c x where A x >= b and 0 <= x <= 1. c is in units of `unit`.
 
         `bounding`: what is run again takes no room.
         """
-        least = self._least.copy()
-        rows = slice(self._memory, self._memory + self.reduced.segments - 1)
-        # The solver takes no infinity; twice of all that there is to hold is as good.
-        least[rows] = -np.minimum(room[1:], 2 * self._bytes) / self._bytes
         matrix = self._matrix
         if not bounding and self._again:
             matrix = csr_array(matrix + self._again * self._own_runs)
-        return self._costs / self.unit, matrix, least
+        return self._costs / self.unit, matrix, self._rights(room)
 
     def _beside(
         self, moments: Sequence[Moment], costs: _Array, matrix: csr_array, least: _Array

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fullbatch._cost._costs import LAUNCH, Coster, estimated, own_cost
+from fullbatch._cost._proportion import in_proportion
 from fullbatch._ir import Kind, Program
 from fullbatch._plan._anneal import find_orders
 from fullbatch._plan._descent import descend
@@ -178,6 +179,11 @@ class Side:
     def exact(self, size: int) -> Coster | None:
         """Exact costs for microbatches of `size`, the uneven last one included."""
         return self._measure(frozenset(microbatches(self.program.batch, size)))
+
+    def in_proportion(self, size: int, room: int) -> Coster | None:
+        """Costs at any size, by those that were measured at `size`; None where they were not."""
+        measured = self.costs(size, room)
+        return None if measured is self.estimate else in_proportion(self.program, measured, size)
 
     # ---- candidates
 
@@ -351,12 +357,9 @@ class Side:
         """The time of microbatches of `size`, at least, if nothing is run again: what each of them reads anew."""
         return self.work + self.shared * (-(-self.program.batch // size) - 1)
 
-    def outlook(self, size: int, room: int) -> float:
-        """The time of microbatches of `size`, if as little were run again as the relaxation says; inf: none fits."""
-        candidate = self.hold_all(size)
-        limits, problem = self._limits(candidate, room), self.problem(size)
-        # What is made again in a segment takes room there too: all of it at once is too much to count, none too little.
-        return candidate.time + (problem.bound(limits) + problem.outlook(limits)) / 2
+    def limits(self, size: int, room: int) -> list[float]:
+        """Bytes that may be held into each segment by microbatches of `size`, if nothing else were run again."""
+        return self._limits(self.hold_all(size), room)
 
     def hold_nothing(self, size: int, cost: Coster) -> Candidate:
         """All that can be run again is."""

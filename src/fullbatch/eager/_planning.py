@@ -19,7 +19,7 @@ from fullbatch._errors import BatchError, LossError
 from fullbatch._hooks import refuse_backward_hooks
 from fullbatch._memory._free import RESERVE, free_bytes
 from fullbatch._memory._owned import owned_bytes
-from fullbatch._plan._planner import microbatch_sizes
+from fullbatch._plan._sizes import microbatch_sizes
 from fullbatch._prepared import Prepared, form_of, prepare
 from fullbatch._tree import check_devices, leaves, named_tensors
 from fullbatch.eager._coupled import Findings, batch_norms, norms_named, norms_refused, only_reads
