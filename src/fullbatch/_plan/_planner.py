@@ -43,7 +43,7 @@ _SMALL = 600
 _CLOSE = 0.02
 
 # A size of microbatch whose plan takes longer than the best by more than this share of the latter's gap is left alone.
-_WORTH = 0.1
+_WORTH = 0.2
 
 # One that is further from it than this is searched with more patience.
 _FAR = 0.1
