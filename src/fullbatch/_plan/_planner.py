@@ -189,9 +189,9 @@ class Planner:
             best = min((choice for _, choice in fits), key=lambda choice: choice.overhead, default=None)
             if best and tried[0].time / self._plain - 1 > best.overhead + _WORTH * (best.overhead - best.bound):
                 return
-            yield tried
+            yield self._fitting(split, tried[0].size, room)
             if not any(candidate.size == tried[0].size for candidate, _ in fits):
-                yield self._fitting(split, tried[0].size, room)
+                yield tried
 
     def _trials(self, sizes: Iterable[int], room: int, fits: Sequence[_Found], cost: Coster) -> list[list[Candidate]]:
         """Candidates that fit by `cost`, of a few sizes, until another brings nothing; the fastest size first."""

@@ -61,8 +61,9 @@ _TRIALS = 30_000
 # A search that is better by less than this share of the step's time is the last.
 BETTER = 0.01
 
-# Searches in a row, each from where the last one came to.
-_SEARCHES = 3
+# Searches in a row, each from where the last one came to; more, and for less, where a plan is far from its bound.
+_SEARCHES, _MORE = 3, 5
+_LESS = 0.003
 
 # Changes that each of them tries, where a plan is near its bound and where it is far.
 _NEAR, _FAR = 200_000, 600_000
@@ -239,11 +240,12 @@ class Side:
     def search(self, start: Candidate, room: int, cost: Coster, far: bool) -> list[Candidate]:
         """Candidates that may be faster than `start`, which fits; `far`: it is far from the least time."""
         found: list[Candidate] = []
-        for seed in range(_SEARCHES if start.held and start.again else 0):
+        most, worth = (_MORE, _LESS) if far else (_SEARCHES, BETTER)
+        for seed in range(most if start.held and start.again else 0):
             tried = list(self._searched(start, room, cost, seed, far))
             found += tried
             best = min((c for c in tried if c.peak <= room), key=lambda c: c.again, default=start)
-            if best.again > start.again - BETTER * self.work:
+            if best.again > start.again - worth * self.work:
                 break
             start = best
         return found
