@@ -64,7 +64,7 @@ def _joined(before: dict[str, Any] | None, result: dict[str, Any], row: tuple[st
     if before is None or row is None:
         return result
     rows = {tuple(one[name] for name in row): one for one in (*before["rows"], *result["rows"])}
-    return {**result, "rows": list(rows.values())}
+    return {**result, "rows": sorted(rows.values(), key=lambda one: -one.get("budget", 0))}  # remedies stay in order
 
 
 def short(results: Sequence[dict[str, Any]]) -> list[str]:
