@@ -172,7 +172,7 @@ class Planner:
         if fits:
             return
         for size in by_outlook(self._split, self._parts(), room):
-            if len({candidate.size for candidate, _ in fits}) >= _SIZES:
+            if len(_sizes_of(fits)) >= _SIZES:
                 return
             yield self._fitting(self._split, size, room, deep=deep)
 
@@ -190,7 +190,7 @@ class Planner:
             if best and tried[0].time / self._plain - 1 > best.overhead + _WORTH * (best.overhead - best.bound):
                 return
             yield self._fitting(split, tried[0].size, room)
-            if not any(candidate.size == tried[0].size for candidate, _ in fits):
+            if tried[0].size not in _sizes_of(fits):
                 yield tried
 
     def _trials(self, sizes: Iterable[int], room: int, fits: Sequence[_Found], cost: Coster) -> list[list[Candidate]]:
@@ -198,7 +198,7 @@ class Planner:
         times = [candidate.time for candidate, _ in fits]
         found: list[list[Candidate]] = []
         for size in sizes:
-            if any(candidate.size == size for candidate, _ in fits):
+            if size in _sizes_of(fits):
                 continue
             tried = self._fitting(self._split, size, room, cost)
             if tried[0].peak <= room:
@@ -298,6 +298,10 @@ class Planner:
             ),
             smallest=smallest,
         )
+
+
+def _sizes_of(found: Sequence[_Found]) -> set[int]:
+    return {candidate.size for candidate, _ in found}
 
 
 def _likely(tried: Sequence[Candidate], room: int) -> list[Candidate]:
